@@ -1,0 +1,139 @@
+"""The only definition of the published tables. Everything else (writer, reader, card) derives from it.
+
+Each config is one Arrow schema that all its files share, empty splits too: `datasets` takes the features
+of the whole config from the card and fails on a column that one file has and another lacks.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+"""Raised when a reader of the previous version would misread a file."""
+
+CANARY = "TORCHTRACEAP CANARY 6f0c9a52-1b53-4d8c-9e0e-0f5d6c1d7a44: benchmark data, keep out of training corpora"
+"""In the metadata of every file, so that leaked test data can be found."""
+
+SPLITS = ("train", "validation", "test")
+TASKS = ("classification", "detection", "segmentation", "generation", "depth", "pose", "other")
+MODES = ("train", "infer")
+
+_string, _i16, _i32, _i64, _f32 = pa.string(), pa.int16(), pa.int32(), pa.int64(), pa.float32()
+
+
+def _struct(**fields: pa.DataType) -> pa.StructType:
+    return pa.struct([pa.field(name, kind) for name, kind in fields.items()])
+
+
+def _columns(**fields: pa.DataType) -> pa.StructType:
+    """A struct of parallel lists: a table inside of a row, that reads as numpy without copying."""
+    return _struct(**{name: pa.list_(kind) for name, kind in fields.items()})
+
+
+EVENTS = _columns(lane=_i16, op=_i32, start_ns=_i64, dur_ns=_i64, parent=_i32, launch=_i32, forward=_i32)
+OPS = _columns(
+    name=_string, category=_string, shapes=_string, types=_string, grid=_string, block=_string, bytes=_i64
+)
+LANES = _columns(kind=_string, name=_string, device=_i16)
+INSTANCES = _columns(
+    pattern=_string, variant=_string, scope=_string, source=_string, state=_string, every_step=pa.bool_(),
+    sites=_i32, cost_ms=_f32, cost_ratio=_f32, cost_low=_f32, cost_high=_f32,
+)  # fmt: skip
+SEGMENTS_OF_TRACE = _columns(
+    instance=_i32, lane=_i16, lane_class=_string, step=_i32, start_ns=_i64, end_ns=_i64, first_event=_i32,
+    event_count=_i32,
+)  # fmt: skip
+
+TRACE_META = pa.schema(
+    [
+        pa.field("trace_id", _string),  # random; says nothing of the order in which traces were made
+        pa.field("pair_id", _string),  # traces of one workload share it; never shown to a detector
+        pa.field("model", _string),
+        pa.field("source", _string),  # library the model comes from
+        pa.field("task", _string),
+        pa.field("family", _string),
+        pa.field("backbone_family", _string),
+        pa.field("split_unit", _string),  # traces that must lie on one side of a split
+        pa.field("hardware_id", _string),
+        pa.field("mode", _string),  # train or infer
+        pa.field("precision", _string),
+        pa.field("batch_size", _i32),
+        pa.field("input_shape", _string),  # of one sample, for example 3x224x224
+        pa.field("steps", _i32),  # profiled steps in the trace
+        pa.field("quality", _string),  # good, bad or undecided
+        pa.field("step_ms", _f32),  # median unprofiled step time of this trace's program
+        pa.field("profiler_ratio", _f32),  # profiled over unprofiled median step time
+        pa.field("gpu_busy", _f32),  # share of the profiled steps in which a kernel or copy ran; NaN on CPU
+    ]
+)
+
+DETECTOR_META = ("hardware_id", "task", "mode", "precision", "batch_size", "input_shape", "steps")
+"""Columns of ``TRACE_META`` that a detector may see: a whitelist, so that a new column never leaks."""
+
+TRACES = pa.schema(
+    [
+        *TRACE_META,
+        pa.field("exhaustive", pa.list_(_string)),
+        pa.field("lanes", LANES),
+        pa.field("ops", OPS),
+        pa.field("events", EVENTS),
+        pa.field("instances", INSTANCES),
+        pa.field("segments", SEGMENTS_OF_TRACE),
+    ]
+)
+
+SEGMENTS = pa.schema(
+    [
+        pa.field(name, kind)
+        for name, kind in dict(
+            trace_id=_string, task=_string, hardware_id=_string, split_unit=_string, pattern=_string,
+            variant=_string, scope=_string, source=_string, state=_string, lane_class=_string, lane=_string,
+            step=_i32, start_ns=_i64, end_ns=_i64, first_event=_i32, event_count=_i32, cost_ms=_f32,
+            cost_ratio=_f32, cost_low=_f32, cost_high=_f32,
+        ).items()
+    ]
+)  # fmt: skip
+
+HARDWARE = pa.schema(
+    [
+        pa.field(name, kind)
+        for name, kind in dict(
+            hardware_id=_string,  # slug, for example nvidia-h200
+            device_kind=_string,  # cuda, rocm, xpu, mps or cpu
+            device_name=_string,
+            device_count=_i32,
+            compute_units=_i32,  # SMs, CUs or physical cores
+            memory_gib=_f32,
+            driver=_string,
+            runtime=_string,  # "CUDA 13.0", "ROCm 6.4" or empty
+            cpu_name=_string,
+            cpu_cores=_i32,
+            ram_gib=_f32,
+            os=_string,
+            python=_string,
+            torch=_string,
+            libraries=_string,  # JSON object: package to version
+            emulated=pa.bool_(),  # a part of a larger device standing in for a smaller one
+        ).items()
+    ]
+)
+
+# Columns of `windows` that come before the features, which dataset/windows.py appends.
+WINDOW_KEYS = pa.schema(
+    [
+        pa.field("trace_id", _string),
+        pa.field("window", _i32),
+        pa.field("start_ns", _i64),
+        pa.field("end_ns", _i64),
+        pa.field("step", _i32),  # step in which the window begins, -1 outside of any
+        pa.field("task", _string),
+        pa.field("hardware_id", _string),
+        pa.field("split_unit", _string),
+        pa.field("positive", pa.bool_()),  # for any pattern on any lane class
+        pa.field("ignored", pa.bool_()),  # touched by ignored segments only
+        pa.field("cpu_patterns", pa.list_(_string)),
+        pa.field("gpu_patterns", pa.list_(_string)),
+        pa.field("cpu_ignored", pa.list_(_string)),
+        pa.field("gpu_ignored", pa.list_(_string)),
+    ]
+)

@@ -1,0 +1,202 @@
+"""What an anti-pattern is, and the small interface between its injector and the training loop.
+
+A pattern file (labels/patterns/<id>.py) holds one :class:`Pattern`. Nothing here imports torch; injectors
+import it inside of their functions, so that the vocabulary is readable in the base install.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torchtraceap.labels.types import LaneClass, Scope
+from torchtraceap.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+Mechanism = Literal["marker", "marker+backward", "selector"]
+"""How a pattern's events are found in its trace; see docs/design.md, "Ground truth"."""
+
+Mode = Literal["train", "infer"]
+Stage = Literal["data", "h2d", "forward", "loss", "backward", "optimizer", "logging"]
+STAGES: tuple[Stage, ...] = ("data", "h2d", "forward", "loss", "backward", "optimizer", "logging")
+
+
+@dataclass
+class State:
+    """What flows through one step: each stage reads what earlier ones wrote."""
+
+    host: Any = None
+    """The batch as the loader gave it: a pytree of CPU tensors."""
+    batch: Any = None
+    """The batch on the device."""
+    output: Any = None
+    loss: Any = None
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A module that a step calls exactly once with one floating tensor in and one out, found by a dry run.
+
+    ``stateful`` says that it or a child updates buffers or draws random numbers in this mode (BatchNorm in
+    training, dropout): calling it in pieces would change the result.
+    """
+
+    name: str
+    module: torch.nn.Module
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    dtype: torch.dtype
+    leaves: int
+    stateful: bool
+
+
+class Loop(Protocol):
+    """The reference loop as an injector sees it (collect/loop.py implements it)."""
+
+    model: torch.nn.Module
+    device: torch.device
+    mode: Mode
+    optimizer: torch.optim.Optimizer | None
+
+    @property
+    def batch_size(self) -> int: ...
+
+    def module_calls(self) -> Sequence[ModuleCall]:
+        """Candidate places inside of the model, in order of execution."""
+        ...
+
+    def make_loader(self, **changes: Any) -> Any:
+        """Another iterator of the loop's batches, alive until the loop is closed.
+
+        ``changes`` are ``workers`` (int), ``pin`` (bool), ``per_sample`` (a function of one sample's pytree
+        that stands for decoding and augmentation, run for each sample where the loader runs; the result
+        replaces the sample and must equal it).
+        """
+        ...
+
+    def make_optimizer(self, **changes: Any) -> torch.optim.Optimizer:
+        """A second optimizer of the loop's class and settings on the same parameters."""
+        ...
+
+
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class StageSite:
+    """A place around a whole stage. When on, ``body(state, original)`` stands for ``original(state)``."""
+
+    stage: Stage
+    body: Body
+
+
+@dataclass(frozen=True)
+class ModuleSite:
+    """A place at a module. When on, ``body(original, x)`` stands for the module's ``original(x)``.
+
+    ``extra`` narrows what the marker covers: ``around`` marks the whole call; ``before`` marks
+    ``x = body(x)`` ahead of the call and ``after`` marks ``y = body(y)`` behind it, so that the module's own
+    work is not labelled.
+    """
+
+    call: ModuleCall
+    body: Body
+    where: Literal["around", "before", "after"] = "around"
+
+
+Site = StageSite | ModuleSite
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of a pattern, or a harmless twin of it.
+
+    Attributes:
+        name: Unique within the pattern.
+        summary: One sentence.
+        sites: Given the loop, every candidate place with what happens there when it is switched on. All
+            are marked in all traces; ``choose`` then picks those that act.
+        heldout: Kept out of train and validation (slice ``unseen_variant``).
+        max_sites: At most so many places act at once; how many is drawn from 1 to this.
+        settle_steps: Steps after a toggle that the cost measurement discards.
+    """
+
+    name: str
+    summary: str
+    sites: Callable[[Loop], list[Site]]
+    heldout: bool = False
+    max_sites: int = 1
+    settle_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An anti-pattern: what it is, where it applies, how it is injected and what to do about it.
+
+    Attributes:
+        id: Snake case; the class name in the data.
+        title: A few words.
+        definition: Two sentences: what happens, and why it costs time.
+        scope: Whether there is a place (``local``) or the whole step is affected (``step``).
+        lanes: On which lane classes its events lie.
+        mechanism: How its events are found.
+        belongs: What in the trace belongs to it, in words.
+        needs_gpu: Cannot exist on a CPU.
+        modes: Loops that it can be injected into.
+        precondition: What an injector refuses to break, in words.
+        variants: At least two whose op or kernel multisets differ.
+        lookalikes: Harmless twins that go into clean code.
+        remedy: What to change, as code.
+        references: Where the advice comes from.
+        native_risk: Whether a model may hold the pattern by itself; then only traces with evidence of the
+            contrary are exhaustive for it.
+    """
+
+    id: str
+    title: str
+    definition: str
+    scope: Scope
+    lanes: frozenset[LaneClass]
+    mechanism: Mechanism
+    belongs: str
+    variants: tuple[Variant, ...]
+    lookalikes: tuple[Variant, ...]
+    remedy: str
+    references: tuple[str, ...]
+    needs_gpu: bool = False
+    modes: frozenset[Mode] = frozenset({"train", "infer"})
+    precondition: str = "none"
+    native_risk: bool = True
+
+    def variant(self, name: str) -> Variant:
+        """The variant or look-alike called ``name``."""
+        for variant in (*self.variants, *self.lookalikes):
+            if variant.name == name:
+                return variant
+        raise KeyError(f"pattern {self.id} has no variant {name}")
+
+    def applies(self, device_type: str, mode: Mode) -> str | None:
+        """None if the pattern can be injected there, else the reason why not."""
+        if self.needs_gpu and device_type == "cpu":
+            return f"{self.id} needs a GPU"
+        if mode not in self.modes:
+            return f"{self.id} occurs only in {' and '.join(sorted(self.modes))}"
+        return None
+
+
+PATTERNS: Registry[Pattern] = Registry("pattern", Pattern, "torchtraceap.labels.patterns")
+
+
+def register(pattern: Pattern) -> Pattern:
+    """Add a pattern to the catalogue under its id."""
+    return PATTERNS.register(pattern.id, pattern)
+
+
+def choose(variant: Variant, candidates: Sequence[Site], rng: random.Random) -> list[int]:
+    """Draw which candidates act: 1 to ``max_sites`` of them, uniformly, without regard to position."""
+    count = min(len(candidates), rng.randint(1, variant.max_sites))
+    return sorted(rng.sample(range(len(candidates)), count))
