@@ -17,9 +17,13 @@ IntArray = NDArray[np.integer]
 CPU_CATEGORIES = frozenset(
     {"cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver", "xpu_runtime", "overhead"}
 )
-GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync"})
+GPU_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "cuda_sync"})
 CATEGORIES = tuple(sorted(CPU_CATEGORIES | GPU_CATEGORIES))
-"""Kineto categories that are kept; a ROCm trace uses the same names."""
+"""Kineto categories that are kept; a ROCm trace uses the same names.
+
+Not ``gpu_user_annotation``: Kineto's projection of CPU annotations onto streams, which the tree gives too,
+and which would lie between the kernels of a segment.
+"""
 
 
 class Lane(msgspec.Struct, frozen=True):

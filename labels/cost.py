@@ -1,0 +1,117 @@
+"""From paired step times to a verdict: costly, benign or undecided.
+
+A pair is the time of a block of steps with the pattern and of one without, run one after the other in random
+order. The statistic is the log of their ratio; its mean gets a Student interval at a fixed number of looks,
+and the error of 5 % is divided evenly among them, so that looking early costs nothing in validity. What is
+reported as the cost comes from further pairs, run after the decision: an estimate that stopped the test is
+biased towards having stopped it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from scipy import stats
+
+from torchtraceap.labels.types import State
+
+MARGIN = math.log(1.01)
+"""A step that becomes at most 1 % slower is not called slower."""
+
+LOOKS = (6, 10, 16, 24)
+"""Numbers of pairs after which a decision may be taken. The last look ends the test."""
+
+ALPHA = 0.05
+REPORT_PAIRS = 6
+"""Pairs run after the decision, from which the cost is reported."""
+
+
+class Look(msgspec.Struct, frozen=True):
+    """The interval of the mean log ratio at one look, and the p-values of both one-sided tests."""
+
+    pairs: int
+    low: float
+    high: float
+    p_costly: float
+    p_benign: float
+
+    @property
+    def state(self) -> State:
+        if self.low > MARGIN:
+            return "costly"
+        return "benign" if self.high <= MARGIN else "undecided"
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """Verdict and estimate for one pattern in one workload.
+
+    ``ratio``, ``low`` and ``high`` are step time with over without and the bounds of its 95 % interval;
+    ``ms`` the milliseconds a step. ``p_costly`` and ``p_benign`` are p-values against "at most 1 % slower"
+    and "more than 1 % slower", corrected for the number of looks. ``pairs`` are seconds a step, without and
+    with the pattern, in the order of measurement: ``decided_at`` of them for the verdict, the rest for the
+    estimate.
+    """
+
+    state: State
+    ratio: float
+    low: float
+    high: float
+    ms: float
+    p_costly: float
+    p_benign: float
+    decided_at: int
+    pairs: list[tuple[float, float]]
+
+
+def log_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
+    """log(with / without) of each pair, shape (pairs,).
+
+    Raises:
+        ValueError: A time is not a positive finite number.
+    """
+    times = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
+    if not (np.isfinite(times).all() and (times > 0).all()):
+        raise ValueError("step times must be positive and finite")
+    return np.log(times[:, 1] / times[:, 0])
+
+
+def look(pairs: Sequence[tuple[float, float]]) -> Look:
+    """Interval and p-values after ``pairs`` (at least two), at the level that one look is entitled to."""
+    ratios = log_ratios(pairs)
+    count = len(ratios)
+    if count < 2:
+        raise ValueError("an interval needs at least two pairs")
+    mean, error = float(ratios.mean()), _error(ratios)
+    margin = float(stats.t.ppf(1 - ALPHA / len(LOOKS) / 2, count - 1)) * error
+    t = (mean - MARGIN) / error
+    tail = [min(1.0, len(LOOKS) * float(p)) for p in (stats.t.sf(t, count - 1), stats.t.cdf(t, count - 1))]
+    return Look(count, mean - margin, mean + margin, *tail)
+
+
+def conclude(pairs: Sequence[tuple[float, float]], decided_at: int) -> Cost:
+    """The cost from all pairs of a finished measurement, of which the first ``decided_at`` decided it."""
+    decision = look(pairs[:decided_at])
+    report = pairs[decided_at:]
+    ratios = log_ratios(report)
+    mean = float(ratios.mean())
+    margin = float(stats.t.ppf(0.975, len(ratios) - 1)) * _error(ratios)
+    without, with_ = np.asarray(report, dtype=np.float64).mean(axis=0)
+    return Cost(
+        state=decision.state,
+        ratio=math.exp(mean),
+        low=math.exp(mean - margin),
+        high=math.exp(mean + margin),
+        ms=float(with_ - without) * 1e3,
+        p_costly=decision.p_costly,
+        p_benign=decision.p_benign,
+        decided_at=decided_at,
+        pairs=[(float(a), float(b)) for a, b in pairs],
+    )
+
+
+def _error(ratios: np.ndarray) -> float:
+    """Standard error of the mean; a floor of 1e-6 stands for the clock's resolution when all are equal."""
+    return max(float(ratios.std(ddof=1)) / math.sqrt(len(ratios)), 1e-6)

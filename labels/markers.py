@@ -1,0 +1,35 @@
+"""Markers: the annotations that say, while a trace is made, where an injector could act and where it did.
+
+Every candidate place is wrapped in one in every trace of a workload; only what happens inside differs. All
+are gone before a trace is published, so a marker leaves nothing but the microsecond that it took, in traces
+with and without the pattern alike.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PREFIX = "ttap-"
+"""No published event name starts so; `build` refuses one that does."""
+
+
+class Marker(NamedTuple):
+    """``placement`` counts the injections of a workload, ``site`` the candidate places of one."""
+
+    placement: int
+    site: int
+    on: bool
+
+
+def marker_name(secret: str, marker: Marker) -> str:
+    """The annotation's text. ``secret`` is drawn anew a session, so that no model's own annotation equals it."""
+    return f"{PREFIX}{secret}/{marker.placement}/{marker.site}/{int(marker.on)}"
+
+
+def parse_marker(secret: str, name: str) -> Marker | None:
+    """The marker that ``name`` stands for, or None if it is none of this session's."""
+    head = f"{PREFIX}{secret}/"
+    if not name.startswith(head):
+        return None
+    placement, site, on = name[len(head) :].split("/")
+    return Marker(int(placement), int(site), on == "1")
