@@ -1,0 +1,17 @@
+"""Runs before any test module is imported: no hub access, caches in a folder that goes away."""
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+_cache = tempfile.mkdtemp(prefix="traceap-tests-")
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+os.environ.update(
+    HF_HOME=_cache, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1"
+)
+
+# Helpers of the tests are plain modules (`from traces import random_record`), whatever the import mode.
+sys.path.insert(0, str(Path(__file__).parent))
