@@ -86,26 +86,40 @@ class Loop(Protocol):
 Body = Callable[..., Any]
 
 
+Where = Literal["around", "before", "after"]
+"""What a site's marker covers: the whole of the clean work, or only what the body does ahead of or behind it."""
+
+
 @dataclass(frozen=True)
 class StageSite:
-    """A place around a whole stage. When on, ``body(state, original)`` stands for ``original(state)``."""
+    """A place at a stage.
+
+    When on, ``around``: ``body(state, original)`` stands for the stage's ``original(state)``, and all of it
+    is marked. ``before`` and ``after``: ``body(state)`` runs ahead of or behind the stage, and the stage's
+    own work is not marked.
+
+    ``data`` goes with a site of a later stage that needs another batch: in the steps in which the site is on,
+    ``data(state, original)`` stands for the data stage. It is not marked.
+    """
 
     stage: Stage
     body: Body
+    where: Where = "around"
+    data: Body | None = None
 
 
 @dataclass(frozen=True)
 class ModuleSite:
-    """A place at a module. When on, ``body(original, x)`` stands for the module's ``original(x)``.
+    """A place at a module.
 
-    ``extra`` narrows what the marker covers: ``around`` marks the whole call; ``before`` marks
-    ``x = body(x)`` ahead of the call and ``after`` marks ``y = body(y)`` behind it, so that the module's own
-    work is not labelled.
+    When on, ``around``: ``body(original, x)`` stands for the module's ``original(x)``, and all of it is
+    marked. ``before`` marks ``x = body(x)`` ahead of the call and ``after`` marks ``y = body(y)`` behind it,
+    so that the module's own work is not marked.
     """
 
     call: ModuleCall
     body: Body
-    where: Literal["around", "before", "after"] = "around"
+    where: Where = "around"
 
 
 Site = StageSite | ModuleSite
