@@ -1,0 +1,78 @@
+# `make help` lists the targets.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+FOLDERS := labels dataset collect eval cards
+CODE := torchtraceap $(FOLDERS) tests benchmarks
+
+# No test and no target may reach for weights or data on a hub.
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo '  make env PYTHON=python3.12 picks the interpreter; make test JOBS=8 the number of test processes'
+
+.PHONY: env
+env: $(VENV)/.installed ## create .venv from pyproject.toml and requirements.lock
+
+# The stamp is written last: an interrupted installation is taken up again. pip keeps what is in place.
+$(VENV)/.installed: pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make env: Python 3.11 or newer is needed, but $(PYTHON) is" \
+			"$$($(PYTHON) --version 2>&1 || true); choose another: make env PYTHON=python3.12" >&2; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev]'
+	@touch $@
+
+.PHONY: test
+test: env ## run the tests, without the slow ones
+	$(BIN)/python -m pytest -m 'not slow' -n $(JOBS)
+
+.PHONY: test-all
+test-all: env ## run all tests (inductor, Ray, kill tests: minutes)
+	$(BIN)/python -m pytest -n $(JOBS)
+
+.PHONY: lint
+lint: env types ## check style, format and types
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	@echo 'mypy -p torchtraceap'
+	@$(BIN)/mypy | sed -E 's#^build/types/torchtraceap/($(subst $() ,|,$(FOLDERS)))/#\1/#; s#^build/types/##'
+
+# The folders under the names that they are imported by: type checkers read a tree of links, not pyproject.
+.PHONY: types
+types:
+	@rm -rf build/types && mkdir -p build/types/torchtraceap
+	@cd build/types/torchtraceap && \
+		ln -s $(addprefix ../../../,$(filter-out %__pycache__,$(wildcard torchtraceap/*)) $(FOLDERS)) .
+
+.PHONY: format
+format: env ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+.PHONY: demo
+demo: env ## collect, label, build, detect and score on this machine (minutes)
+	$(BIN)/traceap demo
+
+.PHONY: bench
+bench: env ## run every program in benchmarks/ and print its ratios
+	@$(BIN)/python -c 'import hta' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev,bench]'
+	@for program in benchmarks/*.py; do \
+		case $$program in benchmarks/_*) continue;; esac; \
+		echo "== $$program"; $(BIN)/python $$program; \
+	done
+
+.PHONY: clean
+clean: ## remove what was built; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find torchtraceap $(FOLDERS) tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,88 @@
+"""The command `traceap`: what is available, how it ends, and nothing else.
+
+Exit codes: 0 done, 1 a part of a collection failed, 2 bad input or usage (one line on stderr), 130
+interrupted. Anything else is a bug and keeps its traceback. Commands import what they need when they run:
+`traceap --help` loads neither torch nor pandas.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from torchtraceap import __version__, console
+from torchtraceap.commands import catalogue
+from torchtraceap.errors import UserError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="traceap",
+    help="Collect, label, score and diagnose PyTorch profiler traces of vision models.",
+    epilog="Start with: traceap demo",
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"traceap {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for _module in (catalogue,):
+    _module.add_to(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=arguments, prog_name="traceap", standalone_mode=False)
+        sys.stdout.flush()
+    except UserError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}")
+    except Exception as error:
+        # Usage errors derive from click's exception or from Typer's own copy of it, depending on the version.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        hint = f" See: {context.command_path} --help" if context is not None else ""
+        return _refuse(error.format_message() + hint)
+    return result if isinstance(result, int) else 0
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"traceap: {console.visible(message.strip())}\n")
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

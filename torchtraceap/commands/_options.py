@@ -1,0 +1,27 @@
+"""Options that several commands share, and the rule for outputs that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtraceap.errors import UserError
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything drawn at random follows from it.")]
+Split = Annotated[str, typer.Option("--split", help="train, validation or test.")]
+Dataset = Annotated[Path, typer.Argument(metavar="DATASET", help="Folder that `traceap build` made.")]
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuse to write over anything that exists unless told to.
+
+    Raises:
+        UserError: ``path`` exists and ``force`` is not given; an empty folder counts as not existing.
+    """
+    if force or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    raise UserError(f"{path} exists; choose another output or give --force")

@@ -1,0 +1,147 @@
+"""`traceap zoo`, `patterns` and `detectors`: what there is, by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from torchtraceap import console
+from torchtraceap.commands._options import Json
+from torchtraceap.errors import UserError
+
+zoo = typer.Typer(help="Models that traces are collected from.")
+patterns = typer.Typer(help="Anti-patterns: definition, mechanism, remedy.")
+detectors = typer.Typer(help="Detectors that ship with the scorer.")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the three groups."""
+    app.add_typer(zoo, name="zoo")
+    app.add_typer(patterns, name="patterns")
+    app.add_typer(detectors, name="detectors")
+
+
+@zoo.callback()
+@patterns.callback()
+@detectors.callback()
+def _group() -> None:
+    """Keep a group a group while it has one command only."""
+
+
+@zoo.command("list", epilog="Example: traceap zoo list --task detection --json")
+def zoo_list(
+    task: Annotated[str, typer.Option("--task", help="Only this task, for example detection.")] = "",
+    source: Annotated[str, typer.Option("--source", help="Only models of this library.")] = "",
+    small: Annotated[bool, typer.Option("--small", help="Only the tier that a CPU runs in seconds.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the models of the zoo."""
+    from torchtraceap.collect.model import ZOO, describe
+    from torchtraceap.dataset.schema import TASKS
+
+    if task and task not in TASKS:
+        raise UserError(f"Unknown task {task!r}. Available: {', '.join(TASKS)}.")
+    rows = [
+        describe(spec)
+        for spec in ZOO
+        if (not task or spec.task == task)
+        and (not source or spec.source == source)
+        and (not small or spec.small)
+    ]
+    if as_json:
+        console.emit_json(rows)
+        return
+    console.table(
+        f"{len(rows)} models",
+        ("model", "task", "backbone", "modes", "Mparams"),
+        [
+            (r["name"], r["task"], r["backbone_family"], ", ".join(r["modes"]), f"{r['params_m']:.1f}")
+            for r in rows
+        ],
+        numeric=1,
+    )
+
+
+@patterns.command("list", epilog="Example: traceap patterns list")
+def patterns_list(as_json: Json = False) -> None:
+    """List the anti-patterns."""
+    from torchtraceap.labels.pattern import PATTERNS
+
+    rows = [_pattern(pattern) for pattern in PATTERNS]
+    if as_json:
+        console.emit_json(rows)
+        return
+    console.table(
+        f"{len(rows)} patterns",
+        ("pattern", "scope", "lanes", "mechanism", "variants", "what it is"),
+        [
+            (r["id"], r["scope"], ", ".join(r["lanes"]), r["mechanism"], str(len(r["variants"])), r["title"])
+            for r in rows
+        ],
+    )
+
+
+@patterns.command("show", epilog="Example: traceap patterns show host_sync")
+def patterns_show(
+    pattern: Annotated[str, typer.Argument(metavar="ID", help="A name from `traceap patterns list`.")],
+    as_json: Json = False,
+) -> None:
+    """Show one anti-pattern: definition, variants, look-alikes and remedy."""
+    from torchtraceap.labels.pattern import PATTERNS
+
+    row = _pattern(PATTERNS[pattern])
+    if as_json:
+        console.emit_json(row)
+        return
+    line = console.out().print
+    line(f"[bold]{console.safe(row['id'])}[/]: {console.safe(row['title'])}\n")
+    line(console.safe(row["definition"]) + "\n")
+    for name in ("scope", "lanes", "modes", "mechanism", "belongs", "precondition"):
+        value = row[name]
+        line(f"{name:<13}{console.safe(', '.join(value) if isinstance(value, list) else value)}")
+    for name in ("variants", "lookalikes"):
+        line(f"\n[bold]{name}[/]")
+        for variant in row[name]:
+            heldout = " (held out of training)" if variant["heldout"] else ""
+            line(f"  {console.safe(variant['name'])}{heldout}: {console.safe(variant['summary'])}")
+    line("\n[bold]remedy[/]")
+    for text in row["remedy"].splitlines():
+        line("  " + console.safe(text), soft_wrap=True)
+    line("\n[bold]references[/]")
+    for reference in row["references"]:
+        line("  " + console.safe(reference), soft_wrap=True)
+
+
+@detectors.command("list", epilog="Example: traceap detectors list")
+def detectors_list(as_json: Json = False) -> None:
+    """List the detectors."""
+    from torchtraceap.eval.detector import DETECTORS
+
+    rows = [{"name": name, "summary": _first_line(DETECTORS[name])} for name in DETECTORS.names()]
+    if as_json:
+        console.emit_json(rows)
+        return
+    console.table(
+        f"{len(rows)} detectors", ("detector", "what it does"), [(r["name"], r["summary"]) for r in rows]
+    )
+
+
+def _pattern(pattern: Any) -> dict[str, Any]:
+    """The facts of a pattern as JSON values, without its functions."""
+    facts = (
+        "id", "title", "definition", "scope", "mechanism", "belongs", "precondition", "needs_gpu",
+        "native_risk", "remedy",
+    )  # fmt: skip
+    row: dict[str, Any] = {name: getattr(pattern, name) for name in facts}
+    row |= {"lanes": sorted(pattern.lanes), "modes": sorted(pattern.modes)}
+    row["references"] = list(pattern.references)
+    for kind in ("variants", "lookalikes"):
+        row[kind] = [
+            {"name": v.name, "summary": v.summary, "heldout": v.heldout} for v in getattr(pattern, kind)
+        ]
+    return row
+
+
+def _first_line(thing: object) -> str:
+    return (thing.__doc__ or "").strip().partition("\n")[0]
