@@ -41,6 +41,8 @@ class State:
 class ModuleCall:
     """A module that a step calls exactly once with one floating tensor in and one out, found by a dry run.
 
+    Both have at least two dimensions; ``dtype`` is the input's.
+
     ``stateful`` says that it or a child updates buffers or draws random numbers in this mode (BatchNorm in
     training, dropout): calling it in pieces would change the result.
     """
@@ -55,7 +57,11 @@ class ModuleCall:
 
 
 class Loop(Protocol):
-    """The reference loop as an injector sees it (collect/loop.py implements it)."""
+    """The reference loop as an injector sees it (collect/loop.py implements it).
+
+    The optimizer stage reads ``optimizer`` anew in each step, so that a body may put another one there for
+    the length of the stage.
+    """
 
     model: torch.nn.Module
     device: torch.device
@@ -70,11 +76,11 @@ class Loop(Protocol):
         ...
 
     def make_loader(self, **changes: Any) -> Any:
-        """Another iterator of the loop's batches, alive until the loop is closed.
+        """Another iterator of the loop's batches, alive until the loop is closed; its workers start now.
 
         ``changes`` are ``workers`` (int), ``pin`` (bool), ``per_sample`` (a function of one sample's pytree
         that stands for decoding and augmentation, run for each sample where the loader runs; the result
-        replaces the sample and must equal it).
+        replaces the sample and must equal it). What is left out is as in the loop's own loader.
         """
         ...
 
@@ -87,7 +93,7 @@ Body = Callable[..., Any]
 
 
 Where = Literal["around", "before", "after"]
-"""What a site's marker covers: the whole of the clean work, or only what the body does ahead of or behind it."""
+"""What a site's marker covers: all of the clean work, or only what the body adds ahead of or behind it."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,8 @@ class Variant:
         heldout: Kept out of train and validation (slice ``unseen_variant``).
         max_sites: At most so many places act at once; how many is drawn from 1 to this.
         settle_steps: Steps after a toggle that the cost measurement discards.
+        starts_workers: ``sites`` makes a loader with workers. These must be forked before the model
+            computes, so such a variant is placed ahead of those that ask for module calls.
     """
 
     name: str
@@ -145,6 +153,7 @@ class Variant:
     heldout: bool = False
     max_sites: int = 1
     settle_steps: int = 1
+    starts_workers: bool = False
 
 
 @dataclass(frozen=True)
