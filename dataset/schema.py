@@ -11,7 +11,9 @@ import pyarrow as pa
 SCHEMA_VERSION = 1
 """Raised when a reader of the previous version would misread a file."""
 
-CANARY = "TORCHTRACEAP CANARY 6f0c9a52-1b53-4d8c-9e0e-0f5d6c1d7a44: benchmark data, keep out of training corpora"
+CANARY = (
+    "TORCHTRACEAP CANARY 6f0c9a52-1b53-4d8c-9e0e-0f5d6c1d7a44: benchmark data, keep out of training corpora"
+)
 """In the metadata of every file, so that leaked test data can be found."""
 
 SPLITS = ("train", "validation", "test")
@@ -21,16 +23,22 @@ MODES = ("train", "infer")
 _string, _i16, _i32, _i64, _f32 = pa.string(), pa.int16(), pa.int32(), pa.int64(), pa.float32()
 
 
-def _struct(**fields: pa.DataType) -> pa.StructType:
-    return pa.struct([pa.field(name, kind) for name, kind in fields.items()])
+def _schema(**fields: pa.DataType) -> pa.Schema:
+    return pa.schema([pa.field(name, kind) for name, kind in fields.items()])
 
 
 def _columns(**fields: pa.DataType) -> pa.StructType:
     """A struct of parallel lists: a table inside of a row, that reads as numpy without copying."""
-    return _struct(**{name: pa.list_(kind) for name, kind in fields.items()})
+    return pa.struct([pa.field(name, pa.list_(kind)) for name, kind in fields.items()])
 
 
-EVENTS = _columns(lane=_i16, op=_i32, start_ns=_i64, dur_ns=_i64, parent=_i32, launch=_i32, forward=_i32)
+# Lists of one length. A reference from one event to another (see dataset/trace.py) is stored as the distance
+# back to it, 0 for none: parent = arange(n) - parent_offset. A GPU event's may be large, and as lanes follow
+# each other, a distance may be negative.
+EVENTS = _columns(
+    lane=_i16, op=_i32, start_ns=_i64, dur_ns=_i64, parent_offset=_i32, launch_offset=_i32,
+    forward_offset=_i32,
+)  # fmt: skip
 OPS = _columns(
     name=_string, category=_string, shapes=_string, types=_string, grid=_string, block=_string, bytes=_i64
 )
@@ -82,40 +90,30 @@ TRACES = pa.schema(
     ]
 )
 
-SEGMENTS = pa.schema(
-    [
-        pa.field(name, kind)
-        for name, kind in dict(
-            trace_id=_string, task=_string, hardware_id=_string, split_unit=_string, pattern=_string,
-            variant=_string, scope=_string, source=_string, state=_string, lane_class=_string, lane=_string,
-            step=_i32, start_ns=_i64, end_ns=_i64, first_event=_i32, event_count=_i32, cost_ms=_f32,
-            cost_ratio=_f32, cost_low=_f32, cost_high=_f32,
-        ).items()
-    ]
+SEGMENTS = _schema(
+    trace_id=_string, task=_string, hardware_id=_string, split_unit=_string, pattern=_string, variant=_string,
+    scope=_string, source=_string, state=_string, lane_class=_string, lane=_string, step=_i32, start_ns=_i64,
+    end_ns=_i64, first_event=_i32, event_count=_i32, cost_ms=_f32, cost_ratio=_f32, cost_low=_f32,
+    cost_high=_f32,
 )  # fmt: skip
 
-HARDWARE = pa.schema(
-    [
-        pa.field(name, kind)
-        for name, kind in dict(
-            hardware_id=_string,  # slug, for example nvidia-h200
-            device_kind=_string,  # cuda, rocm, xpu, mps or cpu
-            device_name=_string,
-            device_count=_i32,
-            compute_units=_i32,  # SMs, CUs or physical cores
-            memory_gib=_f32,
-            driver=_string,
-            runtime=_string,  # "CUDA 13.0", "ROCm 6.4" or empty
-            cpu_name=_string,
-            cpu_cores=_i32,
-            ram_gib=_f32,
-            os=_string,
-            python=_string,
-            torch=_string,
-            libraries=_string,  # JSON object: package to version
-            emulated=pa.bool_(),  # a part of a larger device standing in for a smaller one
-        ).items()
-    ]
+HARDWARE = _schema(
+    hardware_id=_string,  # slug, for example nvidia-h200
+    device_kind=_string,  # cuda, rocm, xpu, mps or cpu
+    device_name=_string,
+    device_count=_i32,
+    compute_units=_i32,  # SMs, CUs or physical cores
+    memory_gib=_f32,
+    driver=_string,
+    runtime=_string,  # "CUDA 13.0", "ROCm 6.4" or empty
+    cpu_name=_string,
+    cpu_cores=_i32,
+    ram_gib=_f32,
+    os=_string,
+    python=_string,
+    torch=_string,
+    libraries=_string,  # JSON object: package to version
+    emulated=pa.bool_(),  # a part of a larger device standing in for a smaller one
 )
 
 # Columns of `windows` that come before the features, which dataset/windows.py appends.

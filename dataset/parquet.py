@@ -1,0 +1,226 @@
+"""Parquet files of the published tables: how they are encoded, written, checked and read.
+
+pyarrow writes them, not `datasets`, whose own metadata older versions of it cannot read. Every file holds the
+whole schema of its config, also without rows: `datasets` fails on a column that one shard lacks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchtraceap.dataset import schema as tables
+from torchtraceap.dataset.rows import record_from_row, row_from_record
+from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.errors import UserError
+from torchtraceap.files import replacing
+
+Paths = str | Path | Iterable[str | Path]
+
+_PREFIX = "torchtraceap."
+_TRACES_PER_GROUP = 8  # a reader holds one group: some 15 MB of events
+_ROWS_PER_GROUP = 1 << 16
+
+# Chosen by measurement (benchmarks/storage.py). Values that grow along a lane, or rarely change, pack well as
+# differences; the others as planes of bytes, in which zstd finds the repetition of steps.
+_BYTE_STREAM_SPLIT = frozenset({"op", "dur_ns", "parent_offset", "forward_offset"})
+_LEVEL = 19
+
+
+def write_traces(
+    path: str | Path, records: Iterable[TraceRecord], extra: Mapping[str, str] | None = None
+) -> int:
+    """Write a file of the config ``traces``, holding no more than a row group of records in memory.
+
+    Args:
+        path: Replaced as a whole when all is written; left as it was if anything fails.
+        records: Any number; none gives a file with the full schema.
+        extra: Further file metadata, see :func:`read_metadata`.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        UserError: A record breaks a promise of its trace or labels.
+        ValueError: A record lacks a column.
+    """
+    rows = (row_from_record(record) for record in records)
+    groups = iter(lambda: list(itertools.islice(rows, _TRACES_PER_GROUP)), [])
+    batches = (pa.RecordBatch.from_pylist(group, schema=tables.TRACES) for group in groups)
+    return write_table(path, batches, tables.TRACES, extra, rows_per_group=_TRACES_PER_GROUP)
+
+
+def write_table(
+    path: str | Path,
+    data: pa.Table | Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    extra: Mapping[str, str] | None = None,
+    rows_per_group: int = _ROWS_PER_GROUP,
+) -> int:
+    """Write a file of any config.
+
+    Args:
+        path: Replaced as a whole when all is written; left as it was if anything fails.
+        data: A table, or batches that are written as they come; each starts a row group.
+        schema: What ``data`` must match exactly: the schema of the whole config.
+        extra: Further file metadata, see :func:`read_metadata`.
+        rows_per_group: At most so many rows a row group.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        ValueError: ``data`` has another schema, or a null, which every table forbids at the top level.
+    """
+    metadata = {**(extra or {}), "schema_version": str(tables.SCHEMA_VERSION), "canary": tables.CANARY}
+    batches = data.to_batches(rows_per_group) if isinstance(data, pa.Table) else data
+    count = 0
+    with replacing(Path(path)) as temporary, _writer(temporary, schema) as writer:
+        for batch in batches:
+            if not batch.schema.equals(schema):
+                raise ValueError(f"a batch for {path} has the schema {batch.schema}, not {schema}")
+            if nulls := [name for name in schema.names if batch.column(name).null_count]:
+                raise ValueError(f"a batch for {path} has nulls in {', '.join(nulls)}")
+            writer.write_batch(batch, row_group_size=rows_per_group)
+            count += batch.num_rows
+        writer.add_key_value_metadata({_PREFIX + key: value for key, value in metadata.items()})
+    return count
+
+
+def read_traces(paths: Paths) -> Iterator[TraceRecord]:
+    """The records of one or several files, in order, a row group at a time.
+
+    Event arrays are views of the row group where possible, and read-only.
+
+    Raises:
+        UserError: A file is none of ours, damaged, of a newer schema, or lacks columns; the message names it.
+    """
+    for path in _each(paths):
+        with _opened(path, tables.TRACES) as file:
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group)
+                for index in range(table.num_rows):
+                    row = {name: table.column(name)[index] for name in table.column_names}
+                    try:
+                        yield record_from_row(row)
+                    except UserError as error:
+                        raise UserError(f"{path}: {error}") from error
+
+
+def read_table(paths: Paths, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
+    """The rows of one or several files of a config.
+
+    Args:
+        paths: Files; none gives an empty table.
+        schema: Of the whole config.
+        columns: Those to read; all by default.
+
+    Raises:
+        UserError: As for :func:`read_traces`.
+    """
+    wanted = schema if columns is None else pa.schema([schema.field(name) for name in columns])
+    parts = [wanted.empty_table()]
+    for path in _each(paths):
+        with _opened(path, schema) as file:
+            parts.append(file.read(columns=wanted.names).select(wanted.names).cast(wanted))
+    return pa.concat_tables(parts)
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """What the file says of itself: ``schema_version``, ``canary`` and the writer's ``extra``.
+
+    Raises:
+        UserError: The file is none of ours, damaged, or of a newer schema.
+    """
+    with _opened(Path(path), None) as file:
+        return _metadata(file)
+
+
+def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    leaves = dict(_leaves(schema))
+    dictionary, encodings = [], {}
+    for leaf, kind in leaves.items():
+        if pa.types.is_integer(kind):
+            split = leaf.removesuffix(".list.element").rpartition(".")[2] in _BYTE_STREAM_SPLIT
+            encodings[leaf] = "BYTE_STREAM_SPLIT" if split else "DELTA_BINARY_PACKED"
+        elif not pa.types.is_boolean(kind):
+            dictionary.append(leaf)
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        compression_level=_LEVEL,
+        use_dictionary=dictionary,
+        column_encoding=encodings,
+        write_statistics=[leaf for leaf in leaves if "." not in leaf],
+        write_page_checksum=True,
+        data_page_size=8 << 20,
+    )
+
+
+def _leaves(schema: pa.Schema | pa.StructType, prefix: str = "") -> Iterator[tuple[str, pa.DataType]]:
+    """Parquet's path and the type of each primitive column."""
+    for field in schema:
+        path, kind = prefix + field.name, field.type
+        if pa.types.is_list(kind):
+            path, kind = f"{path}.list.element", kind.value_type
+        if pa.types.is_struct(kind):
+            yield from _leaves(kind, f"{path}.")
+        else:
+            yield path, kind
+
+
+def _each(paths: Paths) -> Iterator[Path]:
+    return map(Path, [paths] if isinstance(paths, (str, Path)) else paths)
+
+
+@contextmanager
+def _opened(path: Path, schema: pa.Schema | None) -> Iterator[pq.ParquetFile]:
+    """An open file that is ours, readable and, with ``schema``, of the right columns."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _require_version(path, _metadata(file).get("schema_version"))
+            if schema is not None:
+                _require_columns(path, file.schema_arrow, schema)
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def _metadata(file: pq.ParquetFile) -> dict[str, str]:
+    pairs = (file.metadata.metadata or {}).items()
+    return {
+        key.decode().removeprefix(_PREFIX): value.decode(errors="replace")
+        for key, value in pairs
+        if key.startswith(_PREFIX.encode())
+    }
+
+
+def _require_version(path: Path, version: str | None) -> None:
+    if version is None or not version.isdecimal():
+        raise UserError(f"{path} holds no schema version: torchtraceap did not write it")
+    if int(version) > tables.SCHEMA_VERSION:
+        raise UserError(
+            f"{path} has schema version {version}, this torchtraceap reads up to {tables.SCHEMA_VERSION}: "
+            "update it"
+        )
+
+
+def _require_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
+    """Complain of missing, unknown and mistyped columns; their order does not matter."""
+    complaints = [f"lacks {name}" for name in expected.names if name not in found.names]
+    complaints += [f"has an unknown {name}" for name in found.names if name not in expected.names]
+    complaints += [
+        f"has {field.name} as {found.field(field.name).type}, not {field.type}"
+        for field in expected
+        if field.name in found.names and found.field(field.name).type != field.type
+    ]
+    if complaints:
+        raise UserError(f"{path} has other columns than expected: {'; '.join(complaints)}")
