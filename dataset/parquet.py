@@ -26,10 +26,11 @@ _PREFIX = "torchtraceap."
 _TRACES_PER_GROUP = 8  # a reader holds one group: some 15 MB of events
 _ROWS_PER_GROUP = 1 << 16
 
-# Chosen by measurement (benchmarks/storage.py). Values that grow along a lane, or rarely change, pack well as
-# differences; the others as planes of bytes, in which zstd finds the repetition of steps.
+# Chosen by measurement (benchmarks/storage.py). Numbers that grow along a lane, or rarely change, pack well
+# as differences; these and the window features as planes of bytes, where zstd finds the repeated steps.
 _BYTE_STREAM_SPLIT = frozenset({"op", "dur_ns", "parent_offset", "forward_offset"})
-_LEVEL = 19
+_FEATURE_TYPES = frozenset({pa.uint8(), pa.uint16()})
+_LEVEL = 19  # written once, and quick enough: 15 MB of events a second
 
 
 def write_traces(
@@ -146,7 +147,8 @@ def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     dictionary, encodings = [], {}
     for leaf, kind in leaves.items():
         if pa.types.is_integer(kind):
-            split = leaf.removesuffix(".list.element").rpartition(".")[2] in _BYTE_STREAM_SPLIT
+            name = leaf.removesuffix(".list.element").rpartition(".")[2]
+            split = name in _BYTE_STREAM_SPLIT or kind in _FEATURE_TYPES
             encodings[leaf] = "BYTE_STREAM_SPLIT" if split else "DELTA_BINARY_PACKED"
         elif not pa.types.is_boolean(kind):
             dictionary.append(leaf)
