@@ -1,0 +1,1 @@
+"""Detectors that ship with the package, one a file."""
