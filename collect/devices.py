@@ -1,0 +1,143 @@
+"""One code path for CUDA, ROCm, XPU, MPS and CPU: everything that depends on the device is here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from torchtraceap.errors import UserError
+
+LIBRARIES = ("torch", "torchvision", "timm", "diffusers", "transformers", "segmentation-models-pytorch")
+
+
+def resolve(name: str) -> torch.device:
+    """The device called ``name``; ``auto`` is the accelerator if one works, else the CPU.
+
+    Raises:
+        UserError: There is no such device here.
+    """
+    # current_accelerator() names the backend that torch was built for, whether or not it can be used.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"no device {name!r}; here are: {', '.join(_available(accelerator))}") from None
+    count = torch.accelerator.device_count() if accelerator else 0
+    if device.type == "cpu" or (
+        accelerator is not None and device.type == accelerator.type and (device.index or 0) < count
+    ):
+        return device
+    raise UserError(f"no device {name!r}; here are: {', '.join(_available(accelerator))}")
+
+
+def _available(accelerator: torch.device | None) -> list[str]:
+    if accelerator is None:
+        return ["cpu"]
+    return ["cpu", *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; nothing to do on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What the profiler records there."""
+    kinds = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA"}
+    extra = kinds.get(device.type)
+    return [ProfilerActivity.CPU] + ([getattr(ProfilerActivity, extra)] if extra else [])
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """A row of the table ``hardware`` for ``device`` and the machine around it (``schema.HARDWARE``)."""
+    import psutil
+
+    cpu = _cpu_name()
+    row: dict[str, Any] = {
+        "device_kind": "cpu",
+        "device_name": cpu,
+        "device_count": 1,
+        "compute_units": psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "driver": "",
+        "runtime": "",
+        "cpu_name": cpu,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "os": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "libraries": json.dumps({name: version for name in LIBRARIES if (version := _version(name))}),
+        "emulated": False,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hip = torch.version.hip
+        row |= {
+            "device_kind": "rocm" if hip else "cuda",
+            "device_name": properties.name,
+            "device_count": torch.cuda.device_count(),
+            "compute_units": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "driver": _cuda_driver(),
+            "runtime": f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}",
+        }
+    elif device.type == "xpu":
+        properties = torch.xpu.get_device_properties(device)
+        row |= {
+            "device_kind": "xpu",
+            "device_name": properties.name,
+            "device_count": torch.xpu.device_count(),
+            "compute_units": properties.max_compute_units,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "driver": properties.driver_version,
+        }
+    elif device.type != "cpu":
+        row |= {"device_kind": device.type, "device_name": device.type, "compute_units": 0}
+    row["hardware_id"] = _hardware_id(row)
+    return row
+
+
+def _hardware_id(row: dict[str, Any]) -> str:
+    """A slug that is equal on equal machines: device, and for a CPU the number of cores it may use."""
+    name = re.sub(r"[^a-z0-9]+", "-", str(row["device_name"]).lower()).strip("-")
+    if row["device_kind"] == "cpu":
+        name = f"cpu-{name}-{row['cpu_cores']}c"
+    elif row["device_count"] > 1:
+        name = f"{name}-x{row['device_count']}"
+    return f"{name}-torch{'.'.join(str(row['torch']).split('+')[0].split('.')[:2])}"
+
+
+def _cpu_name() -> str:
+    found = re.search(r"^model name\s*: (.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def _cuda_driver() -> str:
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", _read("/proc/driver/nvidia/version"))
+    return found.group(1) if found else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,330 @@
+"""The reference loop in named stages. It is the good loop; an injector changes stages or modules of it.
+
+A :class:`Placement` is one pattern put into one loop: every candidate place is wrapped, and whether the
+body acts there is decided anew at each call, so that clean and injected steps run the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+from torch.utils._pytree import tree_map
+
+from torchtraceap.collect import loader
+from torchtraceap.collect.model import ModelSpec
+from torchtraceap.labels.markers import Marker, marker_name
+from torchtraceap.labels.pattern import (
+    STAGES,
+    Body,
+    Mode,
+    ModuleCall,
+    ModuleSite,
+    Site,
+    Stage,
+    StageSite,
+    State,
+)
+
+DISTINCT_BATCHES = 4
+LEARNING_RATE = 1e-4
+
+
+@dataclass(eq=False)
+class Placement:
+    """A variant's candidate places in a loop, and which of them act when.
+
+    Attributes:
+        index: Number of this placement in its session.
+        sites: All candidates, each marked in every trace.
+        acting: Indices of the candidates whose body acts when armed.
+        steps: Profiled steps in which it acts; None for every step.
+        armed: Whether the current arm of the experiment has it.
+    """
+
+    index: int
+    sites: list[Site]
+    acting: frozenset[int]
+    steps: frozenset[int] | None = None
+    armed: bool = False
+
+    def on(self, site: int, step: int | None) -> bool:
+        """Whether the body at ``site`` acts; ``step`` is None outside of the profiled steps."""
+        return self.armed and site in self.acting and (step is None or self.steps is None or step in self.steps)
+
+
+class TrainingLoop:
+    """One model in the loop that a careful user would write for it.
+
+    The batch comes from workers through pinned memory and a non-blocking copy, the precision is bfloat16
+    autocast on an accelerator and float32 on a CPU, the optimizer is fused, gradients are set to None, the
+    loss is accumulated on the device. For inference the forward stage runs in ``inference_mode`` and the
+    stages behind it do nothing.
+
+    Args:
+        spec: The model.
+        mode: "train" or "infer".
+        batch_size: Samples a batch.
+        device: Where it runs.
+        secret: This session's part of marker names.
+        seed: For weights and data.
+
+    Raises:
+        Whatever the model raises when it is built.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, mode: Mode, batch_size: int, device: torch.device, *, secret: str, seed: int
+    ) -> None:
+        self.spec = spec
+        self.mode: Mode = mode
+        self.batch_size = batch_size
+        self.device = device
+        self.marking = False
+        self.profiled_step: int | None = None
+        self._secret = secret
+        self._iterators: list[Any] = []
+        self._calls: list[ModuleCall] | None = None
+
+        generator = torch.Generator().manual_seed(seed)
+        size = spec.size(device.type)
+        self._batches = [
+            loader.shared(spec.make_batch(batch_size, size, generator)) for _ in range(DISTINCT_BATCHES)
+        ]
+        # Workers start before the model computes: a process that has computed must not be forked.
+        self._batch_iterator = self.make_loader()
+
+        torch.manual_seed(seed)
+        self.model: nn.Module = spec.build()
+        self.model.train(mode == "train").to(device)
+        self.optimizer: torch.optim.Optimizer | None = None
+        if mode == "train":
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+        self.precision = "fp32" if device.type == "cpu" else "bf16-autocast"
+        self._loss_sum = torch.zeros((), device=device)
+        self.stages: dict[Stage, Callable[[State], None]] = {
+            "data": self._data,
+            "h2d": self._h2d,
+            "forward": self._forward,
+            "loss": self._loss,
+            "backward": self._backward,
+            "optimizer": self._optimize,
+            "logging": self._log,
+        }
+
+    def step(self) -> State:
+        """Run all stages once and return what they produced."""
+        state = State()
+        for stage in STAGES:
+            self.stages[stage](state)
+        return state
+
+    def close(self) -> None:
+        """Stop the loaders' workers."""
+        for iterator in self._iterators:
+            loader.close(iterator)
+
+    # -- stages ---------------------------------------------------------------------------------------
+
+    def _data(self, state: State) -> None:
+        state.host = next(self._batch_iterator)
+
+    def _h2d(self, state: State) -> None:
+        state.batch = tree_map(self._to_device, state.host)
+
+    def _to_device(self, leaf: Any) -> Any:
+        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _forward(self, state: State) -> None:
+        with self._grad_mode(), self._autocast():
+            state.output = self.spec.forward(self.model, state.batch, self.mode == "train")
+
+    def _loss(self, state: State) -> None:
+        if self.mode == "train":
+            with self._autocast():
+                state.loss = self.spec.loss(state.output, state.batch)
+
+    def _backward(self, state: State) -> None:
+        if self.mode == "train":
+            state.loss.backward()
+
+    def _optimize(self, state: State) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _log(self, state: State) -> None:
+        if self.mode == "train":
+            self._loss_sum += state.loss.detach()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.device.type == "cpu":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _grad_mode(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.mode == "train" else torch.inference_mode()
+
+    # -- what an injector uses (labels.pattern.Loop) --------------------------------------------------
+
+    def make_loader(self, **changes: Any) -> Any:
+        on_gpu = self.device.type != "cpu"
+        settings = {"workers": 2 if on_gpu else 1, "pin": self.device.type == "cuda"}
+        iterator = loader.endless(self._batches, **settings | changes)
+        self._iterators.append(iterator)
+        return iterator
+
+    def make_optimizer(self, **changes: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ValueError("an inference loop has no optimizer")
+        settings = {key: value for key, value in self.optimizer.defaults.items() if key not in changes}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return type(self.optimizer)(parameters, **settings | changes)
+
+    def module_calls(self) -> list[ModuleCall]:
+        if self._calls is None:
+            self._calls = self._probe()
+        return self._calls
+
+    def _probe(self) -> list[ModuleCall]:
+        """Run one forward pass with hooks on every module, and put buffers and random state back."""
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        names = {module: name for name, module in self.model.named_modules()}
+        calls: dict[nn.Module, ModuleCall | None] = {}
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            twice = module in calls
+            calls[module] = None if twice else _module_call(names[module], module, args, kwargs, output)
+
+        handles = [m.register_forward_hook(hook, with_kwargs=True) for m in names if m is not self.model]
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                state = State()
+                for stage in ("data", "h2d", "forward"):
+                    self.stages[stage](state)
+        finally:
+            for handle in handles:
+                handle.remove()
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+        return [call for call in calls.values() if call is not None]
+
+    # -- placements -----------------------------------------------------------------------------------
+
+    def install(self, placement: Placement) -> None:
+        """Wrap every candidate place of ``placement``."""
+        for number, site in enumerate(placement.sites):
+            if isinstance(site, StageSite):
+                self._wrap_stage(placement, number, site)
+            else:
+                self._wrap_module(placement, number, site)
+
+    def _wrap_stage(self, placement: Placement, number: int, site: StageSite) -> None:
+        original = self.stages[site.stage]
+
+        def around(state: State) -> None:
+            with self._mark(placement, number) as on:
+                if on:
+                    site.body(state, original)
+                else:
+                    original(state)
+
+        def before(state: State) -> None:
+            with self._mark(placement, number) as on:
+                if on:
+                    site.body(state)
+            original(state)
+
+        def after(state: State) -> None:
+            original(state)
+            with self._mark(placement, number) as on:
+                if on:
+                    site.body(state)
+
+        self.stages[site.stage] = {"around": around, "before": before, "after": after}[site.where]
+        if site.data is not None:
+            self._bring_batch(placement, number, site.data)
+
+    def _bring_batch(self, placement: Placement, number: int, bring: Body) -> None:
+        original = self.stages["data"]
+
+        def data(state: State) -> None:
+            if placement.on(number, self.profiled_step):
+                bring(state, original)
+            else:
+                original(state)
+
+        self.stages["data"] = data
+
+    def _wrap_module(self, placement: Placement, number: int, site: ModuleSite) -> None:
+        module = site.call.module
+        original = module.forward  # an earlier wrapper, if there is one
+
+        def around(x: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._mark(placement, number) as on:
+                return site.body(original, x) if on else original(x, *args, **kwargs)
+
+        def before(x: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._mark(placement, number) as on:
+                if on:
+                    x = site.body(x)
+            return original(x, *args, **kwargs)
+
+        def after(*args: Any, **kwargs: Any) -> Any:
+            y = original(*args, **kwargs)
+            with self._mark(placement, number) as on:
+                if on:
+                    y = site.body(y)
+            return y
+
+        # On the instance: a module hook would leave nodes of its own in the autograd graph.
+        module.forward = {"around": around, "before": before, "after": after}[site.where]
+
+    @contextmanager
+    def _mark(self, placement: Placement, site: int) -> Iterator[bool]:
+        on = placement.on(site, self.profiled_step)
+        if not self.marking:
+            yield on
+            return
+        with record_function(marker_name(self._secret, Marker(placement.index, site, on))):
+            yield on
+
+
+def _module_call(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> ModuleCall | None:
+    """What :meth:`TrainingLoop.module_calls` promises of a module, or None if it is no candidate."""
+    if len(args) != 1 or kwargs or not (_is_activation(args[0]) and _is_activation(output)):
+        return None
+    children = list(module.modules())
+    return ModuleCall(
+        name=name,
+        module=module,
+        in_shape=tuple(args[0].shape),
+        out_shape=tuple(output.shape),
+        dtype=args[0].dtype,
+        leaves=sum(1 for child in children if not list(child.children())),
+        stateful=any(_is_stateful(child) for child in children),
+    )
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
+
+
+def _is_stateful(module: nn.Module) -> bool:
+    """Whether a call depends on more than each sample by itself: batch statistics or random numbers."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
+    rate = getattr(module, "p", None) if isinstance(module, nn.modules.dropout._DropoutNd) else None
+    rate = getattr(module, "drop_prob", rate)
+    return bool(rate)

@@ -1,0 +1,83 @@
+"""Taking one profile of a loop, and what is read off it besides its labels."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from torch.profiler import profile, schedule
+
+from torchtraceap.collect import devices
+from torchtraceap.collect.loop import TrainingLoop
+from torchtraceap.collect.measure import quiet
+from torchtraceap.dataset.kineto import read_trace
+from torchtraceap.dataset.trace import Trace
+
+PROFILED_STEPS = 3
+WARMUP_STEPS = 2
+
+
+def profile_steps(loop: TrainingLoop) -> Trace:
+    """Profile the loop's next steps, with markers; shapes on, stacks and memory off."""
+    plan = schedule(wait=0, warmup=WARMUP_STEPS, active=PROFILED_STEPS, repeat=1)
+    loop.marking = True
+    try:
+        with (
+            quiet(),
+            profile(activities=devices.activities(loop.device), schedule=plan, record_shapes=True) as profiler,
+        ):
+            for number in range(WARMUP_STEPS + PROFILED_STEPS):
+                step = number - WARMUP_STEPS
+                loop.profiled_step = step if step >= 0 else None
+                loop.step()
+                profiler.step()
+    finally:
+        loop.marking = False
+        loop.profiled_step = None
+    with tempfile.TemporaryDirectory(prefix="traceap-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
+
+
+def step_ms(trace: Trace) -> float:
+    """Milliseconds a profiled step, until both the host and the device were done with the last."""
+    bounds = trace.step_bounds
+    last = max(int(bounds[-1, 1]), int(trace.events.end_ns[trace.on_gpu].max(initial=0)))
+    return (last - int(bounds[0, 0])) / len(bounds) / 1e6
+
+
+def gpu_busy(trace: Trace) -> float:
+    """Share of the profiled steps in which a kernel, copy or set ran on any stream; NaN without a GPU."""
+    bounds = trace.step_bounds
+    rows = trace.on_gpu & (trace.categories != "cuda_sync")
+    if not rows.any() or not len(bounds):
+        return float("nan")
+    start, end = trace.events.start_ns[rows], trace.events.end_ns[rows]
+    low, high = int(bounds[0, 0]), int(max(bounds[-1, 1], end.max()))
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    reached = np.maximum.accumulate(np.concatenate([[low], end[:-1]]))
+    return float(np.maximum(end - np.maximum(start, reached), 0).sum() / (high - low))
+
+
+def keep_steps(trace: Trace, first: int, count: int) -> Trace:
+    """The trace of profiled steps ``first`` to ``first + count`` alone, with what the GPU ran for them."""
+    bounds = trace.step_bounds[first : first + count]
+    start = trace.events.start_ns
+    between = (trace.step < 0) & (start >= bounds[0, 0]) & (start < bounds[-1, 1])
+    kept, _ = trace.select(((trace.step >= first) & (trace.step < first + count)) | between)
+    return kept
+
+
+def capped(trace: Trace, cap: int, wanted: int) -> Trace:
+    """The whole trace, or as many of its steps, ``wanted`` among them, as stay below ``cap`` events.
+
+    One step is always kept, however many events it has.
+    """
+    steps = len(trace.step_bounds)
+    if len(trace) <= cap:
+        return trace
+    count = max(1, min(steps - 1, int(cap / len(trace) * steps)))
+    return keep_steps(trace, min(wanted, steps - count), count)

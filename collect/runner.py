@@ -1,0 +1,205 @@
+"""Many workloads, each in a process of its own: progress, time limits, resumption, and what failed why.
+
+A run is a folder:
+
+    plan.json              the jobs, written once
+    shards/<job>.parquet   the traces of a finished workload, renamed into place when whole
+    log.jsonl              one line an end of a workload, appended
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from torchtraceap.collect.plan import Job
+from torchtraceap.collect.server import Request
+from torchtraceap.errors import UserError
+from torchtraceap.files import replacing
+
+EVENT_CAP = 60_000
+TIME_LIMIT = 600.0
+
+
+class JobEvent(msgspec.Struct, frozen=True):
+    """What the runner tells its caller: ``start``, ``progress``, ``done``, ``failed`` or ``skipped``.
+
+    ``skipped`` is a job whose shard is there already. ``result`` is the summary of a finished job.
+    """
+
+    kind: str
+    job: Job
+    text: str = ""
+    seconds: float = 0.0
+    result: dict[str, Any] | None = None
+
+
+class RunReport(msgspec.Struct):
+    """How a run ended. ``failed`` maps the name of a job to one line that says why."""
+
+    done: list[str] = []
+    skipped: list[str] = []
+    failed: dict[str, str] = {}
+    traces: int = 0
+    seconds: float = 0.0
+
+
+def shard_path(run: Path, job: Job) -> Path:
+    """Where the traces of a job lie."""
+    return run / "shards" / f"{job.name}.parquet"
+
+
+def collect(
+    plan: Sequence[Job],
+    run: Path,
+    *,
+    device: str = "auto",
+    resume: bool = False,
+    event_cap: int = EVENT_CAP,
+    time_limit: float = TIME_LIMIT,
+    on_event: Callable[[JobEvent], None] = lambda event: None,
+) -> RunReport:
+    """Run every job of ``plan`` whose shard is missing, going on past failures.
+
+    Args:
+        plan: The jobs; their names must be unique.
+        run: Folder to write to.
+        device: Where the workloads run.
+        resume: Allow ``run`` to hold an earlier run of the same plan.
+        event_cap: See ``session.run_job``.
+        time_limit: Seconds that a workload may take, building and measuring included.
+        on_event: Told of every start, progress and end.
+
+    Returns:
+        What was made, and what failed why. An interrupt (Ctrl-C) stops the current workload and raises
+        KeyboardInterrupt; finished shards stay.
+
+    Raises:
+        UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given.
+    """
+    _claim(run, plan, resume)
+    report = RunReport()
+    begin = time.monotonic()
+    todo = []
+    for job in plan:
+        if shard_path(run, job).exists():
+            report.skipped.append(job.name)
+            on_event(JobEvent("skipped", job))
+        else:
+            todo.append(job)
+    if todo:
+        with _Server(run / "stderr.log") as server, (run / "log.jsonl").open("ab") as log:
+            for job in todo:
+                start = time.monotonic()
+                on_event(JobEvent("start", job))
+                request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit)
+                final = server.run(request, lambda text, job=job: on_event(JobEvent("progress", job, text)))
+                _record(report, job, final, time.monotonic() - start, log, on_event)
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def _claim(run: Path, plan: Sequence[Job], resume: bool) -> None:
+    names = [job.name for job in plan]
+    if len(set(names)) != len(names):
+        raise UserError("the plan holds the same workload twice")
+    path = run / "plan.json"
+    encoded = msgspec.json.format(msgspec.json.encode(list(plan)))
+    if path.exists():
+        if not resume:
+            raise UserError(f"{run} holds a run already: add --resume to finish it, or choose another folder")
+        if path.read_bytes() != encoded:
+            raise UserError(f"{run} holds a run of another plan: repeat its options, or choose another folder")
+        for torn in (run / "shards").glob(".*.tmp"):  # of a workload that was killed while it wrote
+            torn.unlink()
+        return
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise UserError(f"{run} exists and is no run: choose another folder")
+    (run / "shards").mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_bytes(encoded)
+
+
+def _record(
+    report: RunReport,
+    job: Job,
+    final: dict[str, Any],
+    seconds: float,
+    log: IO[bytes],
+    on_event: Callable[[JobEvent], None],
+) -> None:
+    if final["event"] == "done":
+        result = final["result"]
+        report.done.append(job.name)
+        report.traces += result["traces"]
+        on_event(JobEvent("done", job, seconds=seconds, result=result))
+    else:
+        report.failed[job.name] = final["error"]
+        on_event(JobEvent("failed", job, text=final["error"], seconds=seconds))
+    log.write(msgspec.json.encode({"job": job.name, "seconds": round(seconds, 2), **final}) + b"\n")
+    log.flush()
+
+
+class _Server:
+    """The fork server as a child process; started anew if it dies."""
+
+    def __init__(self, stderr: Path) -> None:
+        self._stderr = stderr
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def run(self, request: Request, on_progress: Callable[[str], None]) -> dict[str, Any]:
+        """Run one workload and return its last event."""
+        if self._process is None or self._process.poll() is not None:
+            on_progress("importing the model libraries")
+            self._process = self._start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            event = msgspec.json.decode(line)
+            if event["event"] == "progress":
+                on_progress(event["text"])
+            elif event["event"] in ("done", "failed"):
+                return event
+        status = self._process.wait()
+        return {"event": "failed", "error": f"the fork server died (exit status {status}); see {self._stderr}"}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C reaches the runner alone, which then ends the server in order.
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchtraceap.collect.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr.open("ab"),
+            start_new_session=True,
+        )
+
+    def _stop(self) -> None:
+        """Close the server's input, on which it kills its child and ends."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

@@ -1,0 +1,191 @@
+"""The fork server: imports torch and the model libraries once, and forks a child for each workload.
+
+It speaks JSON lines: jobs on standard input, one at a time; events on standard output. It must only import.
+A process that has run an operator, asked the driver or started a thread before it forks leaves children that
+hang in their first backward pass, so everything with threads (progress, Ray) lives in the parent of this
+process. When standard input closes, because the runner ended or was killed, the server kills its child and
+ends.
+
+    <- {"job": {...}, "out": "...", "device": "cuda:0", "event_cap": 60000, "time_limit": 600.0}
+    -> {"event": "progress", "text": "measuring host_sync/item"}
+    -> {"event": "done", "result": {...}}   or   {"event": "failed", "error": "one line"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from torchtraceap.collect.plan import Job
+from torchtraceap.errors import UserError
+
+LIBRARIES = (
+    "torch._dynamo", "torchvision", "timm", "transformers", "diffusers", "segmentation_models_pytorch",
+)  # fmt: skip
+_CHUNK = 1 << 16
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One workload for the server."""
+
+    job: Job
+    out: str
+    device: str
+    event_cap: int
+    time_limit: float
+
+
+def serve() -> None:
+    """Answer requests until standard input closes."""
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a model prints must not mix with the protocol
+    _import_all()
+    events.write(b'{"event":"ready"}\n')
+    lines = _Lines(0)
+    while (line := lines.next()) is not None:
+        _run_one(msgspec.json.decode(line, type=Request), events, lines)
+
+
+def _import_all() -> None:
+    import importlib
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torchtraceap.collect.session
+
+    for name in LIBRARIES:
+        # A missing or broken library fails the models that need it, with its own message, and no others.
+        with contextlib.suppress(ImportError, RuntimeError):
+            importlib.import_module(name)
+
+
+def _run_one(request: Request, events: Any, requests: _Lines) -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        _child(request, write)
+    os.close(write)
+    deadline = time.monotonic() + request.time_limit
+    child = _Lines(read)
+    final = b""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            final = _failed(f"time limit of {request.time_limit:g} s reached")
+            break
+        ready, _, _ = select.select([read, 0], [], [], left)
+        if 0 in ready and requests.closed():
+            _kill(pid)
+            raise SystemExit(1)
+        if read in ready:
+            for line in child.available():
+                if b'"event":"progress"' in line[:24]:
+                    events.write(line + b"\n")
+                else:
+                    final = line
+            if final or child.at_end:
+                break
+    _kill(pid)  # loader workers too; a finished child has nothing left to lose
+    _, status = os.waitpid(pid, 0)
+    os.close(read)
+    events.write((final or _failed(_death(status))) + b"\n")
+
+
+def _child(request: Request, write: int) -> None:
+    """Run the workload and report its end; never returns."""
+    os.setsid()  # so that a time-out reaches its loader workers too
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)
+
+    def say(message: dict[str, Any]) -> None:
+        os.write(write, msgspec.json.encode(message) + b"\n")
+
+    try:
+        from torchtraceap.collect.session import run_job
+
+        result = run_job(
+            request.job,
+            Path(request.out),
+            device=request.device,
+            event_cap=request.event_cap,
+            progress=lambda text: say({"event": "progress", "text": text}),
+        )
+        say({"event": "done", "result": result})
+    except UserError as error:
+        say({"event": "failed", "error": str(error)})
+    except BaseException as error:
+        traceback.print_exc()  # to the log; the event is one line
+        say({"event": "failed", "error": _one_line(error, request.job)})
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _one_line(error: BaseException, job: Job) -> str:
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory at batch {job.batch_size}: choose a smaller batch or a larger device"
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300] if text else 'no message'}"
+
+
+def _death(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(number).name}{hint}"
+    return f"ended without a word (exit status {os.waitstatus_to_exitcode(status)})"
+
+
+def _failed(error: str) -> bytes:
+    return msgspec.json.encode({"event": "failed", "error": error})
+
+
+def _kill(pid: int) -> None:
+    """Kill the child's whole session, or the child alone if it has not made one yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+class _Lines:
+    """Lines of a file descriptor, without a buffer that select() cannot see."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        self._lines: list[bytes] = []
+        self.at_end = False
+
+    def available(self) -> list[bytes]:
+        """The lines that one read brings; call when the descriptor is readable."""
+        chunk = os.read(self._fd, _CHUNK)
+        self.at_end = not chunk
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return lines
+
+    def closed(self) -> bool:
+        """Read what is there, keep it for :meth:`next`, and say whether that was the end."""
+        self._lines += self.available()
+        return self.at_end
+
+    def next(self) -> bytes | None:
+        """Wait for the next line; None at the end."""
+        while not self._lines:
+            if self.at_end:
+                return None
+            self._lines += self.available()
+        return self._lines.pop(0)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,288 @@
+"""One workload, from building the model to a file of labelled traces. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from torchtraceap.collect import devices, profiling
+from torchtraceap.collect.evidence import absent_by_dispatch, exhaustive
+from torchtraceap.collect.labelling import label
+from torchtraceap.collect.loop import Placement, TrainingLoop
+from torchtraceap.collect.measure import block_steps, measure_cost, median_clean_ms, step_seconds
+from torchtraceap.collect.model import ZOO
+from torchtraceap.collect.plan import Injection, Job
+from torchtraceap.dataset.parquet import write_traces
+from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.errors import UserError
+from torchtraceap.labels.cost import Cost
+from torchtraceap.labels.pattern import PATTERNS, Pattern, Variant, choose
+from torchtraceap.labels.types import Instance, Segment, State
+
+WARMUP_STEPS = 3
+SESSION_KEY = "torchtraceap.session"
+"""Key in a shard's file metadata: JSON of how its traces were made, with the raw step times."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Injected:
+    """An injection of the plan, placed into the loop."""
+
+    pattern: Pattern
+    variant: Variant
+    placement: Placement
+    is_lookalike: bool
+    cost: Cost | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.pattern.id}/{self.variant.name}"
+
+    def instance(self) -> Instance:
+        """What the trace says of it; costs must have been measured."""
+        assert self.cost is not None
+        state: State = self.cost.state
+        if self.is_lookalike and state == "costly":
+            state = "undecided"  # it is no instance of the pattern, and yet not harmless here
+        return Instance(
+            pattern=self.pattern.id,
+            variant=self.variant.name,
+            scope=self.pattern.scope,
+            source="lookalike" if self.is_lookalike else "injected",
+            state=state,
+            every_step=self.placement.steps is None,
+            sites=len(self.placement.acting),
+            cost_ms=self.cost.ms,
+            cost_ratio=self.cost.ratio,
+            cost_low=self.cost.low,
+            cost_high=self.cost.high,
+        )
+
+
+def run_job(job: Job, out: Path, *, device: str, event_cap: int, progress: Progress) -> dict[str, Any]:
+    """Collect the traces of one workload into one Parquet file.
+
+    Args:
+        job: What to run.
+        out: The file to write; it appears whole or not at all.
+        device: A device name, or ``auto``.
+        event_cap: A trace with more events is cut to two or one of its steps, which is recorded.
+        progress: Told in a few words what is going on.
+
+    Returns:
+        A summary as JSON values: traces, events, segments, states, and the injections that found no place.
+
+    Raises:
+        UserError: Nothing of the plan can be injected here.
+        torch.OutOfMemoryError: The batch does not fit. Nothing is changed silently.
+    """
+    where = devices.resolve(device)
+    if where.type != "cpu":
+        torch.accelerator.set_device_index(where.index or 0)
+        torch.set_float32_matmul_precision("high")
+    progress("building")
+    session = Session(job, where, event_cap, progress)
+    try:
+        return session.run(out)
+    finally:
+        session.loop.close()
+
+
+class Session:
+    """The order is that of the design: build, place, warm up, measure all costs, and only then profile for
+    the first time, because a profiler that has run once can slow what follows.
+    """
+
+    def __init__(self, job: Job, device: torch.device, event_cap: int, progress: Progress) -> None:
+        self.job = job
+        self.event_cap = event_cap
+        self.progress = progress
+        self.rng = random.Random(job.seed)
+        self.secret = secrets.token_hex(4)
+        self.pair_id = secrets.token_hex(8)
+        self.loop = TrainingLoop(
+            ZOO[job.model], job.mode, job.batch_size, device, secret=self.secret, seed=job.seed
+        )
+        self.injected: list[Injected] = []
+        self.skipped: list[str] = []
+        self.clean_ms = math.nan
+
+    def run(self, out: Path) -> dict[str, Any]:
+        """All of it; see :func:`run_job`."""
+        self._place()
+        absent = absent_by_dispatch(self.loop)
+        for one in self.injected:
+            self.loop.install(one.placement)
+        self.progress("warming up")
+        self._warm_up()
+        steps = block_steps(self.loop)
+        self._measure(steps)
+        records = self._profile_arms()
+
+        known = exhaustive(absent, records[0].trace, has_gpu=self.loop.device.type != "cpu")
+        hardware = devices.hardware(self.loop.device)
+        for record in records:
+            record.exhaustive = known
+            record.meta["hardware_id"] = hardware["hardware_id"]
+        provenance = {
+            "job": msgspec.to_builtins(self.job),
+            "hardware": hardware,
+            "skipped": self.skipped,
+            "event_cap": self.event_cap,
+            "block_steps": steps,
+            "instances": [
+                {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
+                for r in records
+                for i, instance in enumerate(r.instances)
+            ],
+        }
+        records.sort(key=lambda record: record.trace_id)  # random: the order of profiling is not published
+        write_traces(out, records, {SESSION_KEY: msgspec.json.encode(provenance).decode()})
+        return {
+            "traces": len(records),
+            "events": sum(len(r.trace) for r in records),
+            "segments": sum(len(r.segments) for r in records),
+            "states": [f"{one.name}: {one.instance().state}" for one in self.injected],
+            "skipped": self.skipped,
+        }
+
+    def _place(self) -> None:
+        """Find the candidate places of every injection, before any is wrapped, and draw those that act."""
+        plan = [(one, False) for one in self.job.injections]
+        if self.job.lookalike is not None:
+            plan.append((self.job.lookalike, True))
+        # Step-wide patterns may start loader workers: these must be forked before the dry run computes.
+        plan.sort(key=lambda item: PATTERNS[item[0].pattern].scope != "step")
+        for one, is_lookalike in plan:
+            self._place_one(one, is_lookalike)
+        if self.job.injections and all(one.is_lookalike for one in self.injected):
+            raise UserError(f"{self.job.model}: nothing can be injected ({'; '.join(self.skipped)})")
+
+    def _place_one(self, plan: Injection, is_lookalike: bool) -> None:
+        pattern = PATTERNS[plan.pattern]
+        variant = pattern.variant(plan.variant)
+        reason = pattern.applies(self.loop.device.type, self.loop.mode)
+        sites = [] if reason else variant.sites(self.loop)
+        if not sites:
+            self.skipped.append(f"{pattern.id}/{variant.name}: {reason or 'no place for it in this model'}")
+            return
+        every_step = self.rng.random() < 0.5
+        placement = Placement(
+            index=len(self.injected),
+            sites=sites,
+            acting=frozenset(choose(variant, sites, self.rng)),
+            steps=None if every_step else self._some_steps(),
+        )
+        self.injected.append(Injected(pattern, variant, placement, is_lookalike))
+
+    def _some_steps(self) -> frozenset[int]:
+        """Some but not all of the profiled steps."""
+        steps = profiling.PROFILED_STEPS
+        return frozenset(self.rng.sample(range(steps), self.rng.randint(1, steps - 1)))
+
+    def _warm_up(self) -> None:
+        for _ in range(WARMUP_STEPS):
+            self.loop.step()
+        for one in self.injected:
+            one.placement.armed = True
+            for _ in range(2):
+                self.loop.step()
+            one.placement.armed = False
+        devices.synchronize(self.loop.device)
+
+    def _measure(self, steps: int) -> None:
+        for one in self.injected:
+            self.progress(f"measuring {one.name}")
+            one.cost = measure_cost(
+                self.loop, one.placement, steps=steps, settle=one.variant.settle_steps, rng=self.rng
+            )
+        costs = [one.cost for one in self.injected if one.cost is not None]
+        self.clean_ms = median_clean_ms(costs) if costs else step_seconds(self.loop, steps) * 1e3
+
+    def _profile_arms(self) -> list[TraceRecord]:
+        """The clean trace first in the list, then one an injection; profiled in random order."""
+        arms = [[], *([one] for one in self.injected if not one.is_lookalike)]
+        twins = [one for one in self.injected if one.is_lookalike]
+        records: dict[int, TraceRecord] = {}
+        for number in self.rng.sample(range(len(arms)), len(arms)):
+            self.progress(f"profiling {arms[number][0].name if number else 'clean'}")
+            arm = arms[number] + [twin for twin in twins if self.rng.random() < 0.5]
+            records[number] = self._profile_arm(arm)
+        return [records[number] for number in range(len(arms))]
+
+    def _profile_arm(self, arm: list[Injected]) -> TraceRecord:
+        for one in arm:
+            one.placement.armed = True
+        try:
+            whole = profiling.profile_steps(self.loop)
+        finally:
+            for one in arm:
+                one.placement.armed = False
+        # If only a part can be kept, then one in which the arm's pattern acts.
+        acting = arm[0].placement.steps if arm else None
+        wanted = self.rng.choice(sorted(acting or range(profiling.PROFILED_STEPS)))
+        trace, segments = label(
+            profiling.capped(whole, self.event_cap, wanted),
+            self.secret,
+            backward=[one.pattern.mechanism == "marker+backward" for one in self.injected],
+            instance_of={one.placement.index: i for i, one in enumerate(arm)},
+        )
+        arm, segments = self._seen(arm, segments)
+        instances = [one.instance() for one in arm]
+        spec, loop = self.loop.spec, self.loop
+        step_ms = self.clean_ms * math.prod(instance.cost_ratio for instance in instances)
+        record = TraceRecord(
+            trace=trace,
+            meta={
+                "trace_id": secrets.token_hex(8),
+                "pair_id": self.pair_id,
+                "model": spec.name,
+                "source": spec.source,
+                "task": spec.task,
+                "family": spec.family,
+                "backbone_family": spec.backbone_family,
+                "split_unit": "",  # build.py decides, when it sees all traces
+                "hardware_id": "",
+                "mode": self.job.mode,
+                "precision": loop.precision,
+                "batch_size": self.job.batch_size,
+                "input_shape": "x".join(map(str, spec.size(loop.device.type))),
+                "steps": len(trace.step_bounds),
+                "quality": "",
+                "step_ms": step_ms,
+                "profiler_ratio": profiling.step_ms(whole) / step_ms,
+                "gpu_busy": profiling.gpu_busy(trace),
+            },
+            instances=instances,
+            segments=segments,
+        )
+        record.meta["quality"] = record.quality
+        trace.check(f"trace of {spec.name}")
+        return record
+
+    def _seen(self, arm: list[Injected], segments: list[Segment]) -> tuple[list[Injected], list[Segment]]:
+        """Leave out look-alikes that left no event (a view, a cast to the same type, a step cut away)."""
+        found = sorted({segment.instance for segment in segments})
+        for i, one in enumerate(arm):
+            if i not in found and not one.is_lookalike:
+                raise RuntimeError(f"{one.name} acted, but no event of the trace belongs to it")
+        position = {old: new for new, old in enumerate(found)}
+        renumbered = [msgspec.structs.replace(s, instance=position[s.instance]) for s in segments]
+        return [arm[i] for i in found], renumbered
+
+    def _cost(self, instance: Instance) -> Cost | None:
+        return next(
+            one.cost
+            for one in self.injected
+            if (one.pattern.id, one.variant.name) == (instance.pattern, instance.variant)
+        )
