@@ -67,10 +67,10 @@ def write_table(
 
     Args:
         path: Replaced as a whole when all is written; left as it was if anything fails.
-        data: A table, or batches that are written as they come; each starts a row group.
+        data: A table, or batches of any size; no more than a row group of them is held in memory.
         schema: What ``data`` must match exactly: the schema of the whole config.
         extra: Further file metadata, see :func:`read_metadata`.
-        rows_per_group: At most so many rows a row group.
+        rows_per_group: Rows of every row group but the last.
 
     Returns:
         The number of rows.
@@ -79,16 +79,12 @@ def write_table(
         ValueError: ``data`` has another schema, or a null, which every table forbids at the top level.
     """
     metadata = {**(extra or {}), "schema_version": str(tables.SCHEMA_VERSION), "canary": tables.CANARY}
-    batches = data.to_batches(rows_per_group) if isinstance(data, pa.Table) else data
+    batches = data.to_batches() if isinstance(data, pa.Table) else data
     count = 0
     with replacing(Path(path)) as temporary, _writer(temporary, schema) as writer:
-        for batch in batches:
-            if not batch.schema.equals(schema):
-                raise ValueError(f"a batch for {path} has the schema {batch.schema}, not {schema}")
-            if nulls := [name for name in schema.names if batch.column(name).null_count]:
-                raise ValueError(f"a batch for {path} has nulls in {', '.join(nulls)}")
-            writer.write_batch(batch, row_group_size=rows_per_group)
-            count += batch.num_rows
+        for group in _regrouped(_valid(path, batches, schema), schema, rows_per_group):
+            writer.write_table(group)
+            count += group.num_rows
         writer.add_key_value_metadata({_PREFIX + key: value for key, value in metadata.items()})
     return count
 
@@ -140,6 +136,29 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     """
     with _opened(Path(path), None) as file:
         return _metadata(file)
+
+
+def _valid(
+    path: str | Path, batches: Iterable[pa.RecordBatch], schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        if not batch.schema.equals(schema):
+            raise ValueError(f"a batch for {path} has the schema {batch.schema}, not {schema}")
+        if nulls := [name for name in schema.names if batch.column(name).null_count]:
+            raise ValueError(f"a batch for {path} has nulls in {', '.join(nulls)}")
+        yield batch
+
+
+def _regrouped(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
+    """Tables of ``rows`` rows, the last one of what is left: a row group costs 10 kB whatever it holds."""
+    pending = schema.empty_table()
+    for batch in batches:
+        pending = pa.concat_tables([pending, pa.Table.from_batches([batch])])
+        while pending.num_rows >= rows:
+            yield pending.slice(0, rows)
+            pending = pending.slice(rows)
+    if pending.num_rows:
+        yield pending
 
 
 def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:

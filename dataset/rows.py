@@ -65,13 +65,15 @@ def record_from_row(row: Mapping[str, Any]) -> TraceRecord:
         raise UserError(f"A row of traces lacks the columns {', '.join(missing)}")
     meta: dict[str, object] = {name: _plain(row[name]) for name in schema.TRACE_META.names}
     where = f"trace {meta['trace_id']}"
+    if unknown := [name for name, value in meta.items() if value is None]:
+        raise UserError(f"{where} has no value for {', '.join(unknown)}")
     try:
         events: dict[str, IntArray] = {}
         for name, kind in Events.DTYPES.items():
             if name in _REFERENCES:
-                events[name] = _index(_integers(row["events"][f"{name}_offset"], kind))
+                events[name] = _index(_integers(row["events"][f"{name}_offset"], np.dtype(kind)))
             else:
-                events[name] = _integers(row["events"][name], kind)
+                events[name] = _integers(row["events"][name], np.dtype(kind))
         record = TraceRecord(
             trace=Trace(
                 lanes=_structs(row["lanes"], schema.LANES, Lane),
@@ -120,10 +122,10 @@ def _columns(structs: Sequence[msgspec.Struct], kind: pa.StructType) -> dict[str
 def _structs(columns: Any, kind: pa.StructType, type_: type[T]) -> list[T]:
     names = [field.name for field in kind]
     values = zip(*(_plain(columns[name]) for name in names), strict=True)
-    return msgspec.convert([dict(zip(names, row, strict=True)) for row in values], list[type_])
+    return [msgspec.convert(dict(zip(names, row, strict=True)), type_) for row in values]
 
 
-def _integers(value: Any, kind: type[np.integer]) -> IntArray:
+def _integers(value: Any, kind: np.dtype[Any]) -> IntArray:
     """An array of ``kind``, without copying if it is one.
 
     Raises:
@@ -137,7 +139,7 @@ def _integers(value: Any, kind: type[np.integer]) -> IntArray:
         return array
     narrow = array.astype(kind)
     if not np.array_equal(narrow, array):
-        raise ValueError(f"a column of {np.dtype(kind)} holds other values")
+        raise ValueError(f"a column of {kind} holds other values")
     return narrow
 
 

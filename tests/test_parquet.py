@@ -196,6 +196,7 @@ def _with(column: str, **fields: object) -> dict[str, object]:
     ("row", "message"),
     [
         ({"trace_id": "x"}, "lacks the columns pair_id"),
+        (_row(steps=None), "has no value for steps"),
         (_row(events=None), "does not follow the schema"),
         (_with("events", lane=[0]), "column op has shape"),
         (_with("events", op=[None] * 200), "does not follow the schema"),
@@ -301,6 +302,11 @@ def test_tables_survive_in_parts(tmp_path: Path):
     assert read_table(str(paths[1]), WINDOWS, ["busy", "window"]).equals(
         table.slice(3).select(["busy", "window"])
     )
+    rows = table.to_batches(max_chunksize=1)
+    assert write_table(paths[2], iter(rows), WINDOWS, rows_per_group=4) == 7
+    groups = pq.read_metadata(paths[2])
+    assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [4, 3]
+    assert read_table(paths[2], WINDOWS).equals(table)
     assert read_table([], WINDOWS).equals(WINDOWS.empty_table())
 
 
