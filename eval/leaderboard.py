@@ -1,0 +1,96 @@
+"""Several detectors side by side: a table for the terminal and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from torchtraceap.errors import UserError
+from torchtraceap.eval.metrics import METRIC_BY_NAME, RANKING_METRIC
+from torchtraceap.eval.scorer import Score, ScoreResult, compare
+
+COLUMNS: Final = {
+    RANKING_METRIC: "mAP",
+    "segment_f1": "F1",
+    "recovered_cost": "cost found",
+    "false_alarms": "alarms",
+    "window_auroc_any": "AUROC",
+    "window_accuracy": "accuracy",
+}
+"""Metrics that are shown unless others are asked for, with their headings."""
+
+
+def ranked(results: Sequence[ScoreResult]) -> list[ScoreResult]:
+    """Best first by the ranking metric; equal ones by name and version.
+
+    Raises:
+        UserError: The results were not all scored alike, or there are none.
+    """
+    if not results:
+        raise UserError("a leaderboard needs at least one result")
+    for other in results[1:]:
+        compare(results[0], other)
+
+    def key(result: ScoreResult) -> tuple[float, str, str]:
+        value = result.scores[RANKING_METRIC].value
+        return (-1.0 if value is None else value) * -1, result.card.name, result.card.version
+
+    return sorted(results, key=key)
+
+
+def leaderboard(results: Sequence[ScoreResult], columns: Sequence[str] = tuple(COLUMNS)) -> Table:
+    """A table of scores, under each its 95 % interval.
+
+    Args:
+        results: Scored alike; their cards are untrusted and are escaped.
+        columns: Names of metrics.
+
+    Raises:
+        UserError: As for :func:`ranked`, or an unknown metric.
+    """
+    unknown = [name for name in columns if name not in METRIC_BY_NAME]
+    if unknown:
+        raise UserError(f"unknown metric {unknown[0]!r}; possible: {', '.join(METRIC_BY_NAME)}")
+    order = ranked(results)
+    rule = order[0].class_rule
+    classes = ", ".join(f"{len(names)} {scope} ({rule[scope]})" for scope, names in order[0].classes.items())
+    table = Table(
+        title=f"{order[0].provenance['split']}: {order[0].counts['traces']} traces",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption=f"classes: {classes}; 95 % intervals over {order[0].counts['split_units']} split units",
+    )
+    table.add_column("#", justify="right")
+    table.add_column("detector", overflow="fold")
+    for name in columns:
+        arrow = "" if METRIC_BY_NAME[name].higher_is_better else " ↓"
+        table.add_column(f"{COLUMNS.get(name, name)}{arrow}", justify="right", no_wrap=True)
+    for rank, result in enumerate(order, start=1):
+        name = escape(f"{result.card.name} {result.card.version}")
+        table.add_row(str(rank), name, *(_cell(result.scores[column]) for column in columns))
+    return table
+
+
+def leaderboard_dict(results: Sequence[ScoreResult]) -> dict[str, Any]:
+    """For JSON: the results, best first, each with its paired differences to the next one.
+
+    Raises:
+        UserError: As for :func:`ranked`.
+    """
+    order = ranked(results)
+    rows = [{"rank": rank, **result.to_dict()} for rank, result in enumerate(order, start=1)]
+    for row, better, worse in zip(rows, order, order[1:], strict=False):
+        row["to_next"] = {name: delta.to_dict() for name, delta in compare(better, worse).items()}
+    return {"ranking_metric": RANKING_METRIC, "rows": rows}
+
+
+def _cell(score: Score) -> str:
+    if score.value is None:
+        return "-"
+    if score.low is None or score.high is None:
+        return f"{score.value:.3f}"
+    return f"{score.value:.3f}\n[dim]{score.low:.2f}–{score.high:.2f}[/]"
