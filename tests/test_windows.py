@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+import json
 
+import numpy as np
+import pyarrow as pa
+import pytest
+from traces import random_record
+
+from torchtraceap.dataset.trace import Events, Lane, Op, Trace, TraceRecord
+from torchtraceap.dataset.windows import FEATURES, WINDOWS, features, window_table
 from torchtraceap.labels.multiplicity import discoveries
 from torchtraceap.labels.types import Instance, Segment, Source, State
 from torchtraceap.labels.windows import MAX_WINDOWS, covered_ns, label_windows, merge, spans, tile
@@ -156,3 +162,157 @@ def test_benjamini_hochberg_by_hand():
 def test_what_is_no_p_value_is_refused(p):
     with pytest.raises(ValueError, match="p-values"):
         discoveries([0.01, p])
+
+
+MAIN, OTHER, STREAM, COPIES = range(4)
+
+
+def small_trace(*rows: tuple) -> Trace:
+    """Rows are (lane, op, start, end, parent, launch) with references to other rows by position."""
+    table = [(*row, -1, -1)[:6] for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: (table[i][0], table[i][2], -table[i][3]))
+    place = {old: new for new, old in enumerate(order)} | {-1: -1}
+    ops = list(dict.fromkeys(row[1] for row in table))
+    columns = {
+        "lane": [table[i][0] for i in order],
+        "op": [ops.index(table[i][1]) for i in order],
+        "start_ns": [table[i][2] for i in order],
+        "dur_ns": [table[i][3] - table[i][2] for i in order],
+        "parent": [place[table[i][4]] for i in order],
+        "launch": [place[table[i][5]] for i in order],
+        "forward": [-1] * len(order),
+    }
+    lanes = [Lane("cpu", "thread 0"), Lane("cpu", "thread 1"), Lane("gpu", "s7", 0), Lane("gpu", "s20", 0)]
+    trace = Trace(lanes, ops, Events(**{n: np.array(c, Events.DTYPES[n]) for n, c in columns.items()}))
+    trace.check()
+    return trace
+
+
+def op(name: str) -> Op:
+    return Op(name, "cpu_op")
+
+
+def call(name: str) -> Op:
+    return Op(name, "cuda_runtime")
+
+
+def kernel(name: str, grid: str = "[132, 1, 1]") -> Op:
+    return Op(name, "kernel", grid=grid)
+
+
+# A step of two windows of 10 us: the host launches two kernels, converts and waits; a copy runs beside them.
+SMALL = small_trace(
+    (MAIN, Op("ProfilerStep#0", "user_annotation"), 0, 20_000),
+    (MAIN, op("aten::conv2d"), 0, 4_000, 0),
+    (MAIN, op("aten::convolution"), 1_000, 3_000, 1),
+    (MAIN, call("cudaLaunchKernel"), 2_000, 2_500, 2),
+    (STREAM, kernel("sm90_xmma_fprop_tf32"), 5_000, 9_000, 2, 3),
+    (MAIN, op("aten::to"), 5_000, 8_000, 0),
+    (MAIN, op("aten::_to_copy"), 5_500, 8_000, 5),
+    (MAIN, call("cudaLaunchKernel"), 6_000, 7_000, 6),
+    (STREAM, kernel("elementwise_kernel", "[8, 2, 1]"), 9_000, 12_000, 6, 7),
+    (MAIN, call("cudaMemcpyAsync"), 8_000, 8_200, 0),
+    (COPIES, Op("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", bytes=63), 8_000, 11_000, 0, 9),
+    (MAIN, call("cudaStreamSynchronize"), 9_000, 14_000, 0),
+    (OTHER, op("autograd::engine::evaluate_function: A"), 15_000, 20_000),
+)
+
+
+def test_features_by_hand():
+    got = {name: column.tolist() for name, column in features(SMALL, np.array([0, 10_000, 20_000])).items()}
+
+    def share(*values: float) -> list[int]:
+        return [round(255 * value) for value in values]
+
+    assert got["position"] == share(0, 0.5)
+    assert got["cpu_busy"] == share(0.82, 0.4)  # 0-4, 5-8.2, 9-14
+    assert got["cpu_other_busy"] == share(0, 0.5)
+    assert got["gpu_busy"] == share(0.5, 0.2)  # 5-12
+    assert got["gpu_copy"] == share(0.2, 0.1)
+    assert got["gpu_overlap"] == share(0.2, 0.1)  # 8-11 on both streams
+    assert got["gpu_gap_inside"] == share(0.5, 0.8)
+    assert got["gpu_gap"] == [round(7 * np.log2(5_001)), round(7 * np.log2(8_001))]
+    assert got["gpu_gaps"] == [1, 1]  # 0-5 and 12-20
+    assert got["queue"] == [0, 0]
+    assert got["latency"] == [round(7 * np.log2(1 + (3_000 + 3_000 + 0) / 3)), 0]
+    assert got["ops"] == [4, 1]
+    assert got["top_ops"] == [2, 1]
+    assert got["depth"] == [4, 0]  # two of four ops lie in another: half, in eighths
+    assert got["op_mean"] == [round(7 * np.log2(3_501)), round(7 * np.log2(5_001))]
+    assert got["distinct_ops"] == share(1, 1)
+    assert got["repetition"] == share(0.25, 1)
+    assert got["backward"] == share(0, 0.5)
+    assert (got["to_calls"], got["casts"], got["matmuls"]) == ([1, 0], [1, 0], [1, 0])
+    assert got["cast_time"] == share(0.25, 0)
+    assert got["launches"] == [2, 0]
+    assert got["launch_time"] == share(0.15, 0)
+    assert got["syncs"] == [1, 0]
+    assert got["sync_time"] == share(0.1, 0.4)
+    assert got["sync_longest"] == [round(7 * np.log2(5_001))] * 2  # it reaches into both
+    assert (got["kernels"], got["copy_calls"]) == ([2, 0], [1, 0])
+    assert got["kernel_mean"] == [round(7 * np.log2(3_501)), 0]
+    assert got["tiny_kernels"] == share(1, 0)
+    assert got["small_grids"] == share(0.5, 0)
+    assert got["other_thread"] == [0, 0]
+    assert (got["htod"], got["pageable"], got["small_copies"]) == ([1, 0], [1, 0], [1, 0])
+    assert got["copy_bytes"] == [42, 0]  # 7 log2(64)
+    assert (got["elementwise_kernels"], got["matmul_kernels"]) == ([1, 0], [1, 0])
+    assert got["tensor_cores"] == share(1, 0)
+    untouched = {"optimizer", "dataloader", "scalars", "memsets", "collective_time", "overhead"}
+    assert all(got[name] == [0, 0] for name in untouched)
+
+
+def test_the_queue_counts_what_is_launched_and_has_not_begun():
+    trace = small_trace(
+        *((MAIN, call("cudaLaunchKernel"), 100 * i, 100 * i + 50) for i in range(4)),
+        *((STREAM, kernel("k"), 1_000 * (i + 1), 1_000 * (i + 1) + 900, -1, i) for i in range(4)),
+    )
+    queue = features(trace, np.array([0, 250, 1_500, 3_000, 5_000]))["queue"]
+    assert queue.tolist() == [0, 3, 3, 2]  # before 3000 two have begun
+
+
+def test_counts_saturate_and_a_hostile_grid_is_harmless():
+    many = [(MAIN, op("x"), 0, 1)] * 70_000
+    odd = [(STREAM, kernel("k", grid), 0, 1) for grid in ("[1]", "{", json.dumps([9**20] * 3), '["a", 1, 1]')]
+    got = features(small_trace(*many, *odd), np.array([0, 1]))
+    assert got["ops"].tolist() == [65_535]
+    assert got["small_grids"].tolist() == [0]
+
+
+def test_the_table_has_the_schema_and_agrees_with_the_labels():
+    record = random_record(1, state="costly")
+    table = window_table(record)
+    assert table.schema.equals(WINDOWS)
+    assert table["start_ns"].to_pylist()[1:] == table["end_ns"].to_pylist()[:-1]
+    assert table["end_ns"].to_pylist()[-1] == record.trace.duration_ns
+    assert all(pa.types.is_unsigned_integer(WINDOWS.field(feature.name).type) for feature in FEATURES)
+    for row in table.to_pylist():
+        assert row["positive"] == bool(row["cpu_patterns"] or row["gpu_patterns"])
+    syncs = [s for s in record.segments if record.instances[s.instance].pattern == "host_sync"]
+    assert {s.lane_class for s in syncs} == {"cpu", "gpu"}
+    for segment in syncs:  # all short: each has a window that says so
+        column = table[f"{segment.lane_class}_patterns"].to_pylist()
+        inside = (table["end_ns"].to_numpy() > segment.start_ns) & (
+            table["start_ns"].to_numpy() < segment.end_ns
+        )
+        assert any("host_sync" in column[index] for index in np.flatnonzero(inside))
+    steps = set(table["step"].to_pylist())
+    assert {0, 1, 2} <= steps <= {-1, 0, 1, 2}
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_undecided_and_no_gpu(gpu):
+    table = window_table(random_record(3, gpu=gpu, state="undecided"))
+    assert not any(table["positive"].to_pylist())
+    assert any(table["ignored"].to_pylist())
+    if not gpu:
+        assert not any(any(row) for row in table["gpu_ignored"].to_pylist())
+        assert not any(table["gpu_gap"].to_pylist())
+
+
+def test_an_empty_trace_has_one_empty_window():
+    empty = Events(**{name: np.empty(0, dtype) for name, dtype in Events.DTYPES.items()})
+    meta = dict.fromkeys(("trace_id", "task", "hardware_id", "split_unit"), "x")
+    table = window_table(TraceRecord(Trace([], [], empty), meta))
+    assert table.num_rows == 1
+    assert not any(table[feature.name][0].as_py() for feature in FEATURES)

@@ -1,0 +1,391 @@
+"""From collected shards to the published data set: checked, decided, split, written as a whole or not at all.
+
+A shard is a Parquet file of the table ``traces`` with the JSON of its session in the metadata. Shards are
+read twice, a few traces at a time: once to check them and to decide what depends on all of them (which
+costs hold, who is on which side of the split), once to write. The outcome depends on the contents of the
+shards and on the seed, not on names or order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from torchtraceap.dataset import schema, splits
+from torchtraceap.dataset.card import Released, render_card
+from torchtraceap.dataset.features import shard_path
+from torchtraceap.dataset.parquet import read_metadata, read_traces, write_table, write_traces
+from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.dataset.windows import WINDOWS, window_table
+from torchtraceap.errors import UserError
+from torchtraceap.files import write_text
+from torchtraceap.labels.markers import PREFIX
+from torchtraceap.labels.multiplicity import discoveries
+
+SESSION_KEY = "torchtraceap.session"
+SCHEMAS = {
+    "traces": schema.TRACES,
+    "windows": WINDOWS,
+    "segments": schema.SEGMENTS,
+    "hardware": schema.HARDWARE,
+}
+TRACES_PER_FILE = 256
+
+Progress = Callable[[str, int, int], None]
+"""Told the stage (``checking`` shards, then ``writing`` traces), how many are done, and of how many."""
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build wrote.
+
+    Attributes:
+        traces: Number by split.
+        units: Number of split units by split.
+        left_out: Traces with a held-out variant whose unit is not in test.
+        tested: Cost measurements of injected instances.
+        demoted: Instances called costly by their own measurement that became undecided, as too many of all
+            might be so by chance.
+        unplaced: Instances without any segment in their trace.
+        windows, segments: Number of rows.
+        size_bytes: Of all data files.
+    """
+
+    traces: dict[str, int]
+    units: dict[str, int]
+    left_out: int
+    tested: int
+    demoted: int
+    unplaced: int
+    windows: int
+    segments: int
+    size_bytes: int
+
+
+def build(runs: Sequence[Path], out: Path, *, seed: int, progress: Progress | None = None) -> BuildReport:
+    """Make the published data set out of the shards of ``runs``.
+
+    Args:
+        runs: Folders that hold ``shards/*.parquet``.
+        out: The data set's folder. Its README.md and ``data/`` are replaced, anything else stays.
+        seed: Orders the units of the split.
+        progress: See :data:`Progress`.
+
+    Raises:
+        UserError: A run has no shards, a shard is broken or holds what cannot be published, two disagree, or
+            ``out``/data holds other files. Nothing has been changed then.
+    """
+    tell = progress or (lambda stage, done, total: None)
+    _require_ours(out / "data")
+    shards = _shards(runs)
+    survey = _Survey()
+    for done, shard in enumerate(shards):
+        tell("checking", done, len(shards))
+        survey.add(shard)
+    tell("checking", len(shards), len(shards))
+    decisions = _decide(survey, seed)
+
+    work = out / f".build-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    work.mkdir(parents=True)
+    try:
+        writer = _Writer(work, survey, decisions, tell)
+        writer.run()
+        left_out = len(survey.members) - len(writer.released)
+        card = render_card(work, SCHEMAS, writer.released, survey.hardware_rows(), left_out, seed)
+        report = BuildReport(
+            traces={split: writer.count(split) for split in schema.SPLITS},
+            units={split: len(writer.units(split)) for split in schema.SPLITS},
+            left_out=left_out,
+            tested=decisions.tested,
+            demoted=len(decisions.demoted),
+            unplaced=sum(released.unplaced for released in writer.released),
+            windows=writer.windows,
+            segments=writer.segments,
+            size_bytes=sum(path.stat().st_size for path in (work / "data").iterdir()),
+        )
+        _swap(work, out)
+        write_text(out / "README.md", card)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return report
+
+
+class _Tested(msgspec.Struct):
+    """What a session says of an instance; ``p_costly`` is null where nothing was measured."""
+
+    trace_id: str
+    instance: int
+    p_costly: float | None = None
+
+
+class _Session(msgspec.Struct):
+    """The part of a session's JSON that a build needs."""
+
+    hardware: dict[str, Any]
+    instances: list[_Tested]
+
+
+InstanceKey = tuple[str, int]
+"""Trace id, and index of the instance in its trace."""
+
+
+@dataclass
+class _Survey:
+    """What is known after each shard has been read once; no events."""
+
+    members: dict[str, splits.Member] = field(default_factory=dict)
+    shard_of: dict[str, Path] = field(default_factory=dict)
+    hardware: dict[str, tuple[pa.Table, Path]] = field(default_factory=dict)
+    costly: set[InstanceKey] = field(default_factory=set)  # injected, by their own measurement
+    p_costly: dict[InstanceKey, float] = field(default_factory=dict)  # of all injected
+    test_of: dict[InstanceKey, tuple[Any, ...]] = field(default_factory=dict)  # which measurement it was
+
+    def add(self, shard: Path) -> None:
+        """Read and check a shard."""
+        session = _read_session(shard)
+        hardware_id = self._add_hardware(session.hardware, shard)
+        measured = {(one.trace_id, one.instance): one.p_costly for one in session.instances}
+        for record in read_traces(shard):
+            where = f"{shard}: trace {record.trace_id}"
+            check(record, where)
+            if record.meta["hardware_id"] != hardware_id:
+                raise UserError(
+                    f"{where} was made on {record.meta['hardware_id']}, its session on {hardware_id}"
+                )
+            if other := self.shard_of.get(record.trace_id):
+                raise UserError(f"{where} is also in {other}; give each run once and keep one of the two")
+            self.shard_of[record.trace_id] = shard
+            self.members[record.trace_id] = splits.member(record)
+            for index, instance in enumerate(record.instances):
+                if instance.source != "injected":
+                    continue
+                key = record.trace_id, index
+                p = measured.get(key)
+                if p is None or not 0 <= p <= 1:
+                    raise UserError(f"{where}: its session has no p-value in [0, 1] for instance {index}")
+                self.p_costly[key] = p
+                # Traces of one workload share measurements: each is one test, however many traces show it.
+                self.test_of[key] = (record.meta["pair_id"], instance.pattern, instance.variant, p)
+                if instance.state == "costly":
+                    self.costly.add(key)
+
+    def hardware_rows(self) -> pa.Table:
+        """All hardware, sorted by id."""
+        tables = [self.hardware[name][0] for name in sorted(self.hardware)]
+        return pa.concat_tables([schema.HARDWARE.empty_table(), *tables])
+
+    def _add_hardware(self, row: dict[str, Any], shard: Path) -> str:
+        if wrong := sorted(row.keys() ^ set(schema.HARDWARE.names)):
+            raise UserError(f"{shard}: its hardware lacks or has unknown: {', '.join(wrong)}")
+        try:
+            table = pa.Table.from_pylist([row], schema=schema.HARDWARE)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"{shard}: its hardware does not follow the schema: {error}") from None
+        hardware_id = str(row["hardware_id"])
+        known, source = self.hardware.setdefault(hardware_id, (table, shard))
+        old, new = known.to_pylist()[0], table.to_pylist()[0]
+        if differing := [f"{name} {old[name]} / {new[name]}" for name in old if old[name] != new[name]]:
+            raise UserError(
+                f"{shard} and {source} disagree on hardware {hardware_id}: {'; '.join(differing)}. "
+                "Build them apart, or collect one of them again"
+            )
+        return hardware_id
+
+
+@dataclass(frozen=True)
+class _Decisions:
+    unit: dict[str, str]  # by trace id
+    split: dict[str, str]  # by trace id, of those that are released
+    demoted: frozenset[InstanceKey]
+    tested: int
+
+
+def _decide(survey: _Survey, seed: int) -> _Decisions:
+    members = survey.members.values()
+    unit = splits.split_units(members)
+    split_of_unit = splits.assign(members, unit, seed)
+    placed = {m.trace_id: splits.placement(split_of_unit[unit[m.trace_id]], m.heldout) for m in members}
+
+    tests = sorted(set(survey.test_of.values()))
+    holds = dict(zip(tests, discoveries([test[-1] for test in tests]).tolist(), strict=True))
+    return _Decisions(
+        unit=unit,
+        split={trace_id: split for trace_id, split in placed.items() if split},
+        demoted=frozenset(key for key in survey.costly if not holds[survey.test_of[key]]),
+        tested=len(tests),
+    )
+
+
+class _Writer:
+    """Second pass: writes all tables of all splits under ``folder``/data."""
+
+    def __init__(self, folder: Path, survey: _Survey, decisions: _Decisions, tell: Progress) -> None:
+        self.folder = folder
+        self.survey = survey
+        self.decisions = decisions
+        self.tell = tell
+        self.released: list[Released] = []
+        self.windows = 0
+        self.segments = 0
+
+    def run(self) -> None:
+        for split in schema.SPLITS:
+            self._write_split(split)
+        self.tell("writing", len(self.decisions.split), len(self.decisions.split))
+
+    def count(self, split: str) -> int:
+        return sum(released.split == split for released in self.released)
+
+    def units(self, split: str) -> set[str]:
+        return {r.meta["split_unit"] for r in self.released if r.split == split}
+
+    def _write_split(self, split: str) -> None:
+        ids = {trace_id for trace_id, placed in self.decisions.split.items() if placed == split}
+        windows, segments = [WINDOWS.empty_table()], [schema.SEGMENTS.empty_table()]
+
+        def seen(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
+            for record in records:
+                self.tell("writing", len(self.released), len(self.decisions.split))
+                windows.append(window_table(record))
+                segments.append(segment_table(record))
+                self.released.append(Released.of(record, split, windows[-1]))
+                yield record
+
+        records = seen(self._records(ids))
+        files = max(1, -(-len(ids) // TRACES_PER_FILE))
+        for index in range(files):
+            path = self.folder / shard_path("traces", split, index, files)
+            write_traces(path, itertools.islice(records, TRACES_PER_FILE))
+        used = pa.array({r.meta["hardware_id"] for r in self.released if r.split == split}, pa.string())
+        hardware = self.survey.hardware_rows()
+        hardware = hardware.filter(pc.is_in(hardware["hardware_id"], used))
+        tables = {"windows": windows, "segments": segments, "hardware": [hardware]}
+        for config, parts in tables.items():
+            table = pa.concat_tables(parts).combine_chunks()  # an empty first row group breaks `datasets`
+            write_table(self.folder / shard_path(config, split), table, SCHEMAS[config])
+        self.windows += sum(map(len, windows))
+        self.segments += sum(map(len, segments))
+
+    def _records(self, ids: set[str]) -> Iterator[TraceRecord]:
+        """The records of ``ids``, labelled for release.
+
+        Shards come in the order of their first trace id, and traces in the order of their ids. These are
+        random, so the order says nothing of when a trace was made.
+        """
+        by_shard: dict[Path, list[str]] = defaultdict(list)
+        for trace_id, shard in self.survey.shard_of.items():
+            by_shard[shard].append(trace_id)
+        for shard in sorted(by_shard, key=lambda shard: min(by_shard[shard])):
+            if not ids.isdisjoint(by_shard[shard]):
+                wanted = [record for record in read_traces(shard) if record.trace_id in ids]
+                yield from map(self._decided, sorted(wanted, key=lambda record: record.trace_id))
+
+    def _decided(self, record: TraceRecord) -> TraceRecord:
+        record.instances = [
+            msgspec.structs.replace(instance, state="undecided")
+            if (record.trace_id, index) in self.decisions.demoted
+            else instance
+            for index, instance in enumerate(record.instances)
+        ]
+        record.meta |= {"split_unit": self.decisions.unit[record.trace_id], "quality": record.quality}
+        return record
+
+
+def check(record: TraceRecord, where: str) -> None:
+    """Check what a published trace promises beyond ``Trace.check`` and the reader's own checks.
+
+    Raises:
+        UserError: Names ``where`` and the first broken promise.
+    """
+    trace, events = record.trace, record.trace.events
+
+    def require(ok: bool, what: str) -> None:
+        if not ok:
+            raise UserError(f"{where}: {what}; remove the shard and collect its workload again")
+
+    require(len(events) > 0, "it has no events")
+    require(record.meta["task"] in schema.TASKS, f"its task is none of {', '.join(schema.TASKS)}")
+    require(record.meta["mode"] in schema.MODES, f"its mode is none of {', '.join(schema.MODES)}")
+    for name in itertools.chain((op.name for op in trace.ops), (lane.name for lane in trace.lanes)):
+        require(PREFIX not in name, "a marker of the harness is left in it, which gives the labels away")
+    for index, segment in enumerate(record.segments):
+        what = f"segment {index}"
+        require(segment.event_count > 0, f"{what} has no events")
+        rows = slice(segment.first_event, segment.first_event + segment.event_count)
+        require(bool((events.lane[rows] == segment.lane).all()), f"{what} has events of another lane")
+        require(trace.lanes[segment.lane].kind == segment.lane_class, f"{what} has the wrong lane class")
+        require(-1 <= segment.step < max(1, len(trace.step_bounds)), f"{what} lies in no step of the trace")
+        require(
+            0 <= segment.start_ns <= segment.end_ns <= trace.duration_ns,
+            f"{what} reaches outside of the trace",
+        )
+
+
+def segment_table(record: TraceRecord) -> pa.Table:
+    """Rows of the table ``segments`` of one trace."""
+    rows: list[dict[str, Any]] = []
+    of_trace = {name: record.meta[name] for name in ("trace_id", "task", "hardware_id", "split_unit")}
+    for segment in record.segments:
+        instance = record.instances[segment.instance]
+        # The fields that the table shares with instances and segments; `lane` becomes readable.
+        fields = {**of_trace, **msgspec.structs.asdict(instance), **msgspec.structs.asdict(segment)}
+        fields["lane"] = record.trace.lanes[segment.lane].name
+        rows.append({name: fields[name] for name in schema.SEGMENTS.names})
+    return pa.Table.from_pylist(rows, schema=schema.SEGMENTS)
+
+
+def _shards(runs: Sequence[Path]) -> list[Path]:
+    shards: list[Path] = []
+    for run in runs:
+        found = sorted((run / "shards").glob("*.parquet"))
+        if not found:
+            raise UserError(f"{run} holds no shards/*.parquet; give folders that `traceap collect` wrote to")
+        shards += found
+    if not shards:
+        raise UserError("No run was given; a data set needs the folder of at least one")
+    return shards
+
+
+def _read_session(shard: Path) -> _Session:
+    text = read_metadata(shard).get(SESSION_KEY)
+    if text is None:
+        raise UserError(f"{shard} has no {SESSION_KEY} in its metadata: it was not written by a collection")
+    try:
+        return msgspec.json.decode(text, type=_Session)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{shard}: {SESSION_KEY} in its metadata is broken: {error}") from None
+
+
+def _require_ours(data: Path) -> None:
+    """Refuse to replace a folder that holds anything but a data set's files."""
+    if not data.exists():
+        return
+    strangers = (
+        [path.name for path in data.iterdir() if path.suffix != ".parquet"] if data.is_dir() else ["it"]
+    )
+    if strangers:
+        raise UserError(f"{data} would be replaced, but is no data set: {strangers[0]} does not belong there")
+
+
+def _swap(work: Path, out: Path) -> None:
+    """Put ``work``/data in the place of ``out``/data; back again if that fails."""
+    data, old = out / "data", work / "old"
+    if data.exists():
+        data.rename(old)
+    try:
+        (work / "data").rename(data)
+    except OSError:
+        if old.exists():
+            old.rename(data)
+        raise

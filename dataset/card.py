@@ -1,0 +1,188 @@
+"""The data set's card (README.md): every number in it is computed from what was written."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import yaml
+
+from torchtraceap import cards
+from torchtraceap.dataset import schema
+from torchtraceap.dataset.features import card_yaml
+from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.dataset.windows import FEATURES
+from torchtraceap.labels.multiplicity import FALSE_DISCOVERY_RATE
+from torchtraceap.labels.pattern import PATTERNS
+from torchtraceap.labels.types import QUALITIES, SOURCES, STATES, Instance
+
+NAME = "torchtraceap"
+PRETTY_NAME = "torchtraceap: PyTorch profiler traces of vision models with measured anti-patterns"
+LOOPS = {"train": "training", "infer": "inference"}
+SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"))
+HEADER: dict[str, Any] = {
+    "license": "cc-by-4.0",
+    "pretty_name": PRETTY_NAME,
+    "task_categories": ["tabular-classification", "other"],
+    "tags": [
+        "performance",
+        "profiling",
+        "pytorch",
+        "gpu",
+        "computer-vision",
+        "anti-patterns",
+        "anomaly-detection",
+        "benchmark",
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Released:
+    """What the card needs to know of a trace that was written."""
+
+    split: str
+    meta: dict[str, Any]
+    instances: list[Instance]
+    segments: list[int]  # number by instance
+    exhaustive: list[str]
+    events: int
+    windows: int
+    positive_windows: int
+    ignored_windows: int
+
+    @classmethod
+    def of(cls, record: TraceRecord, split: str, windows: pa.Table) -> Released:
+        """Sum up ``record`` and its rows of the table ``windows``."""
+        per_instance = Counter(segment.instance for segment in record.segments)
+        return cls(
+            split=split,
+            meta=dict(record.meta),
+            instances=record.instances,
+            segments=[per_instance[index] for index in range(len(record.instances))],
+            exhaustive=record.exhaustive,
+            events=len(record.trace),
+            windows=len(windows),
+            positive_windows=windows["positive"].to_numpy().sum().item(),
+            ignored_windows=windows["ignored"].to_numpy().sum().item(),
+        )
+
+    @property
+    def unplaced(self) -> int:
+        """Instances without a segment."""
+        return self.segments.count(0)
+
+
+def render_card(
+    folder: Path,
+    schemas: Mapping[str, pa.Schema],
+    released: Sequence[Released],
+    hardware: pa.Table,
+    left_out: int,
+    seed: int,
+) -> str:
+    """README.md of the data set in ``folder``.
+
+    Args:
+        folder: Holds ``data/`` with all files.
+        schemas: Config to the schema of its files.
+        released: All traces in it.
+        hardware: Rows of the table ``hardware``.
+        left_out: Traces that were left out for a held-out variant.
+        seed: Of the split.
+    """
+    header = {**HEADER, "size_categories": [_size_category(len(released))]}
+    front = yaml.safe_dump(header, sort_keys=False, allow_unicode=True) + card_yaml(folder, schemas)
+    return cards.render(
+        "dataset.md.j2",
+        front=front,
+        name=NAME,
+        pretty_name=PRETTY_NAME,
+        canary=schema.CANARY,
+        seed=seed,
+        left_out=left_out,
+        false_discovery_percent=100 * FALSE_DISCOVERY_RATE,
+        totals=_totals(released),
+        splits=[_by_split(split, released) for split in schema.SPLITS],
+        tasks=_by(released, lambda one: one.meta["task"]),
+        modes=_by(released, lambda one: one.meta["mode"]),
+        loops=[LOOPS[mode] for mode in schema.MODES if any(one.meta["mode"] == mode for one in released)],
+        hardware=[_hardware(row, released) for row in hardware.to_pylist()],
+        patterns=_by_pattern(released),
+        known=_known(released),
+        qualities=QUALITIES,
+        states=STATES,
+        features=FEATURES,
+    )
+
+
+def _totals(released: Sequence[Released]) -> dict[str, Any]:
+    return {
+        "traces": len(released),
+        "workloads": len({one.meta["pair_id"] for one in released}),
+        "models": len({one.meta["model"] for one in released}),
+        "units": len({one.meta["split_unit"] for one in released}),
+        "events": sum(one.events for one in released),
+        "windows": sum(one.windows for one in released),
+        "segments": sum(sum(one.segments) for one in released),
+        "unplaced": sum(one.unplaced for one in released),
+        "quality": Counter(one.meta["quality"] for one in released),
+        "sources": ", ".join(sorted({one.meta["source"] for one in released})),
+    }
+
+
+def _by_split(split: str, released: Sequence[Released]) -> dict[str, Any]:
+    traces = [one for one in released if one.split == split]
+    return {
+        "name": split,
+        **_totals(traces),
+        "positive": sum(one.positive_windows for one in traces),
+        "ignored": sum(one.ignored_windows for one in traces),
+    }
+
+
+def _by(released: Iterable[Released], key: Callable[[Released], str]) -> list[dict[str, Any]]:
+    groups: dict[str, list[Released]] = defaultdict(list)
+    for one in released:
+        groups[key(one)].append(one)
+    return [{"name": name, **_totals(groups[name])} for name in sorted(groups)]
+
+
+def _hardware(row: dict[str, Any], released: Iterable[Released]) -> dict[str, Any]:
+    return {**row, **_totals([one for one in released if one.meta["hardware_id"] == row["hardware_id"]])}
+
+
+def _by_pattern(released: Iterable[Released]) -> list[dict[str, Any]]:
+    """A row a (pattern, source): instances and segments by state."""
+    instances: Counter[tuple[str, str, str]] = Counter()
+    segments: Counter[tuple[str, str, str]] = Counter()
+    for one in released:
+        for instance, count in zip(one.instances, one.segments, strict=True):
+            key = instance.pattern, instance.source, instance.state
+            instances[key] += 1
+            segments[key] += count
+    pairs = sorted({key[:2] for key in instances}, key=lambda pair: (pair[0], SOURCES.index(pair[1])))
+    return [
+        {
+            "pattern": pattern,
+            "source": source,
+            "instances": [instances[pattern, source, state] for state in STATES],
+            "segments": [segments[pattern, source, state] for state in STATES],
+        }
+        for pattern, source in pairs
+    ]
+
+
+def _known(released: Sequence[Released]) -> list[dict[str, Any]]:
+    """By pattern, the number of traces in which all of its instances are known."""
+    known = Counter(pattern for one in released for pattern in set(one.exhaustive))
+    names = known.keys() | {instance.pattern for one in released for instance in one.instances}
+    return [{"pattern": PATTERNS[name], "traces": known[name]} for name in sorted(names)]
+
+
+def _size_category(traces: int) -> str:
+    return next((name for limit, name in SIZES if traces < limit), "100K<n<1M")

@@ -1,0 +1,308 @@
+"""A build of three small shards, loaded back with `datasets`, and everything that a build refuses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from datasets import load_dataset
+from traces import random_record
+
+from torchtraceap.dataset import card, schema, splits
+from torchtraceap.dataset.build import SCHEMAS, SESSION_KEY, build
+from torchtraceap.dataset.parquet import read_table, read_traces, write_traces
+from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.errors import UserError
+
+SEEDS = range(12)
+HARDWARE: dict[str, Any] = {
+    "hardware_id": "nvidia-h200", "device_kind": "cuda", "device_name": "NVIDIA H200", "device_count": 1,
+    "compute_units": 132, "memory_gib": 139.8, "driver": "1", "runtime": "CUDA 13.0", "cpu_name": "cpu",
+    "cpu_cores": 16, "ram_gib": 128.0, "os": "Linux x86_64", "python": "3.11.9", "torch": "2.14.1",
+    "libraries": "{}", "emulated": False,
+}  # fmt: skip
+
+
+class _Catalogue(dict):
+    """Stands for the catalogue of patterns: any pattern and variant; the variant ``unseen`` is held out."""
+
+    def __missing__(self, name: str) -> Any:
+        def variant(name: str) -> Any:
+            return SimpleNamespace(heldout=name == "unseen")
+
+        return SimpleNamespace(id=name, title=f"title of {name}", scope="local", variant=variant)
+
+
+@pytest.fixture(autouse=True)
+def _catalogue(monkeypatch):
+    for module in (splits, card):
+        monkeypatch.setattr(module, "PATTERNS", _Catalogue())
+
+
+def shard(
+    run: Path, name: str, records: list[TraceRecord], p: float | None = 0.001, hardware=HARDWARE
+) -> Path:
+    """Write a shard as a collection does; ``p`` is the p-value of every instance."""
+    session = {
+        "hardware": hardware,
+        "plan": {"ignored": "by the build"},
+        "instances": [
+            {"trace_id": record.trace_id, "instance": index, "p_costly": p, "p_benign": 0.5}
+            for record in records
+            for index in range(len(record.instances))
+        ],
+    }
+    path = run / "shards" / f"{name}.parquet"
+    write_traces(path, records, {SESSION_KEY: json.dumps(session)})
+    return path
+
+
+def edited(record: TraceRecord, index: int = 0, **changes: Any) -> TraceRecord:
+    record.instances[index] = msgspec.structs.replace(record.instances[index], **changes)
+    return record
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Twelve traces of six workloads, each a split unit, in three shards: a test unit for each of two tasks,
+    and one of validation. The second trace of each workload has a held-out variant.
+    """
+    records = [random_record(seed) for seed in SEEDS]
+    for seed, record in enumerate(records):
+        record.meta["backbone_family"] = f"backbone{seed // 2}"
+        record.meta["task"] = "classification" if seed < 8 else "detection"
+        if seed % 2:
+            edited(record, variant="unseen")
+    for index in range(3):
+        shard(tmp_path / "run", f"job{index}", records[4 * index : 4 * index + 4])
+    return tmp_path / "run"
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_everything_comes_back_through_datasets(run, tmp_path):
+    calls: list[tuple[str, int, int]] = []
+    report = build([run], tmp_path / "out", seed=7, progress=lambda *call: calls.append(call))
+    out = str(tmp_path / "out")
+
+    loaded = {config: load_dataset(out, config) for config in SCHEMAS}
+    rows = {
+        config: {split: len(data) for split, data in splits_.items()} for config, splits_ in loaded.items()
+    }
+    assert load_dataset(out, split="test").features == loaded["traces"]["test"].features  # the default config
+    assert rows["traces"] == report.traces == {"train": 3, "validation": 1, "test": 4}
+    assert report.units == {"train": 3, "validation": 1, "test": 2}
+    assert report.left_out == 4
+    assert sum(rows["windows"].values()) == report.windows
+    assert sum(rows["segments"].values()) == report.segments
+    for split in schema.SPLITS:
+        ids = set(loaded["traces"][split]["trace_id"])
+        assert set(loaded["windows"][split]["trace_id"]) == ids
+        assert set(loaded["segments"][split]["trace_id"]) == ids  # each random trace has segments
+        assert loaded["hardware"][split]["hardware_id"] == ["nvidia-h200"]
+    for config in SCHEMAS:
+        streams = load_dataset(out, config, streaming=True)
+        assert {split: sum(1 for _ in stream) for split, stream in streams.items()} == rows[config]
+    assert calls[0] == ("checking", 0, 3)
+    assert calls[-1] == ("writing", sum(report.traces.values()), sum(report.traces.values()))
+
+
+def test_traces_are_those_that_went_in(run, tmp_path):
+    build([run], tmp_path / "out", seed=7)
+    before = {(r := random_record(seed)).trace_id: r for seed in SEEDS}
+    for record in read_traces(sorted((tmp_path / "out" / "data").glob("traces-*.parquet"))):
+        assert record.trace == before[record.trace_id].trace
+        assert record.segments == before[record.trace_id].segments
+
+
+def test_units_never_cross_and_heldout_variants_are_in_test_only(run, tmp_path):
+    report = build([run], tmp_path / "out", seed=7)
+    units: dict[str, set[str]] = {}
+    for split in schema.SPLITS:
+        for record in read_traces(sorted((tmp_path / "out" / "data").glob(f"traces-{split}-*.parquet"))):
+            units.setdefault(str(record.meta["split_unit"]), set()).add(split)
+            assert split == "test" or not splits.has_heldout_variant(record)
+    assert all(len(sides) == 1 for sides in units.values())
+    assert report.units == Counter(side for sides in units.values() for side in sides)
+
+
+def test_two_builds_are_equal_and_do_not_depend_on_the_order_of_shards(run, tmp_path):
+    build([run], tmp_path / "one", seed=7)
+    for index, name in enumerate(("c", "a", "b")):
+        (run / "shards" / f"job{index}.parquet").rename(run / "shards" / f"{name}.parquet")
+    build([run], tmp_path / "two", seed=7)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_costs_that_are_likely_chance_become_undecided(tmp_path):
+    # Two tests at p = 0.015 both hold at 2 %. A third, at 0.5, lowers the bar to 2/3 * 2 % = 1.33 %.
+    first, second, third = (random_record(seed, state="costly") for seed in (0, 2, 4))
+    third = edited(third, state="undecided")
+    run = tmp_path / "run"
+    shard(run, "a", [first, second], p=0.015)
+    assert build([run], tmp_path / "two", seed=1).demoted == 0
+    shard(run, "b", [third], p=0.5)
+    report = build([run], tmp_path / "three", seed=1)
+    assert (report.tested, report.demoted) == (3, 2)
+    data = tmp_path / "three" / "data"
+    for record in read_traces(sorted(data.glob("traces-*.parquet"))):
+        assert record.instances[0].state == "undecided"
+        assert record.instances[1].state == "benign"  # the look-alike is not tested
+        assert record.meta["quality"] == "undecided"
+    windows = read_table(sorted(data.glob("windows-*.parquet")), SCHEMAS["windows"])
+    assert not any(windows["positive"].to_pylist())
+    assert any(windows["ignored"].to_pylist())
+
+
+def test_a_measurement_that_traces_share_is_one_test(tmp_path):
+    twins = [random_record(2, state="costly"), random_record(2, state="costly")]
+    twins[1].meta["trace_id"] = "f" * 16
+    shard(tmp_path, "a", twins, p=0.001)
+    assert build([tmp_path], tmp_path / "out", seed=1).tested == 1
+
+
+def test_other_files_of_the_folder_survive_and_old_data_goes(run, tmp_path):
+    out = tmp_path / "out"
+    (out / "data").mkdir(parents=True)
+    (out / "data" / "traces-train-00000-of-00009.parquet").write_bytes(b"old")
+    (out / "schema.py").write_text("kept")
+    build([run], out, seed=7)
+    assert (out / "schema.py").read_text() == "kept"
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "data", "schema.py"]
+    assert not (out / "data" / "traces-train-00000-of-00009.parquet").exists()
+
+
+def test_the_card_says_what_was_written(run, tmp_path):
+    report = build([run], tmp_path / "out", seed=7)
+    text = (tmp_path / "out" / "README.md").read_text()
+    _, front, body = text.split("---\n", 2)
+    header = yaml.safe_load(front)
+    assert header["license"] == "cc-by-4.0"
+    assert header["size_categories"] == ["n<1K"]
+    assert [config["config_name"] for config in header["configs"]] == list(SCHEMAS)
+    assert schema.CANARY in body
+    assert "2512.14141" in body
+    rows = [line for line in body.splitlines() if line.startswith("| test | ")]
+    assert len(rows) == 1
+    cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    assert cells[1] == str(report.traces["test"])
+    assert cells[6] == str(report.units["test"])
+    tables = [line for line in body.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+
+
+def test_a_hostile_name_does_not_break_the_card(tmp_path):
+    record = random_record(0)
+    record.meta["task"], record.meta["source"] = "pose", "a|<img src=x>\n# b"
+    shard(tmp_path, "a", [record])
+    build([tmp_path], tmp_path / "out", seed=1)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "<img" not in text
+    assert "\n# b" not in text
+
+
+def broken(record: TraceRecord, what: str) -> TraceRecord:
+    trace = record.trace
+    if what == "marker":
+        trace.ops[0] = msgspec.structs.replace(trace.ops[0], name="ttap-0123abcd-1")
+    elif what == "task":
+        record.meta["task"] = "poetry"
+    elif what == "lane":
+        record.segments[0] = msgspec.structs.replace(record.segments[0], lane=1)
+    elif what == "class":
+        record.segments[0] = msgspec.structs.replace(record.segments[0], lane_class="gpu")
+    elif what == "time":
+        record.segments[0] = msgspec.structs.replace(record.segments[0], end_ns=trace.duration_ns + 1)
+    elif what == "step":
+        record.segments[0] = msgspec.structs.replace(record.segments[0], step=3)
+    elif what == "empty":
+        record.segments[0] = msgspec.structs.replace(record.segments[0], event_count=0)
+    elif what == "hardware":
+        record.meta["hardware_id"] = "tpu"
+    return record
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("marker", "marker of the harness"),
+        ("task", "task is none of classification"),
+        ("lane", "segment 0 has events of another lane"),
+        ("class", "segment 0 has the wrong lane class"),
+        ("time", "segment 0 reaches outside of the trace"),
+        ("step", "segment 0 lies in no step"),
+        ("empty", "segment 0 has no events"),
+        ("hardware", "was made on tpu, its session on nvidia-h200"),
+    ],
+)
+def test_a_broken_trace_is_named(tmp_path, what, says):
+    path = shard(tmp_path, "a", [random_record(1), broken(random_record(2), what)])
+    with pytest.raises(UserError, match=says) as error:
+        build([tmp_path], tmp_path / "out", seed=1)
+    assert str(error.value).startswith(f"{path}: trace {random_record(2).trace_id}")
+    assert not (tmp_path / "out" / "data").exists()
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match="holds no shards"):
+        build([tmp_path / "nowhere"], tmp_path / "out", seed=1)
+    path = shard(tmp_path, "a", [random_record(1)])
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"a\.parquet"):
+        build([tmp_path], tmp_path / "out", seed=1)
+    write_traces(path, [random_record(1)])
+    with pytest.raises(UserError, match=r"a\.parquet has no torchtraceap.session"):
+        build([tmp_path], tmp_path / "out", seed=1)
+    write_traces(path, [random_record(1)], {SESSION_KEY: '{"hardware": 3}'})
+    with pytest.raises(UserError, match=r"a\.parquet: torchtraceap.session in its metadata is broken"):
+        build([tmp_path], tmp_path / "out", seed=1)
+
+
+def test_an_injected_instance_needs_a_p_value(tmp_path):
+    shard(tmp_path, "a", [random_record(0)], p=None)
+    with pytest.raises(UserError, match=r"no p-value in \[0, 1\] for instance 0"):
+        build([tmp_path], tmp_path / "out", seed=1)
+
+
+def test_shards_that_disagree_are_named(tmp_path):
+    shard(tmp_path, "a", [random_record(1)])
+    shard(tmp_path, "b", [random_record(1)])
+    with pytest.raises(UserError, match=r"b\.parquet: trace \w+ is also in .*a\.parquet"):
+        build([tmp_path], tmp_path / "out", seed=1)
+    shard(tmp_path, "b", [random_record(3)], hardware=HARDWARE | {"driver": "2"})
+    with pytest.raises(UserError, match="disagree on hardware nvidia-h200: driver 1 / 2"):
+        build([tmp_path], tmp_path / "out", seed=1)
+    shard(tmp_path, "b", [random_record(3)], hardware={"hardware_id": "nvidia-h200"})
+    with pytest.raises(UserError, match="lacks or has unknown: compute_units"):
+        build([tmp_path], tmp_path / "out", seed=1)
+
+
+def test_a_strangers_data_folder_is_not_replaced(run, tmp_path):
+    out = tmp_path / "out"
+    (out / "data").mkdir(parents=True)
+    (out / "data" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match=r"thesis\.txt does not belong there"):
+        build([run], out, seed=7)
+    assert (out / "data" / "thesis.txt").read_text() == "precious"
+
+
+def test_a_failure_while_writing_leaves_the_old_data(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    build([run], out, seed=7)
+    before = files(out)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("torchtraceap.dataset.build.write_table", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build([run], out, seed=8)
+    assert files(out) == before
