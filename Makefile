@@ -25,9 +25,9 @@ env: $(VENV)/.installed ## create .venv from pyproject.toml and requirements.loc
 
 # The stamp is written last: an interrupted installation is taken up again. pip keeps what is in place.
 $(VENV)/.installed: pyproject.toml requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "make env: Python 3.11 or newer is needed, but $(PYTHON) is" \
-			"$$($(PYTHON) --version 2>&1 || true); choose another: make env PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		found=$$($(PYTHON) --version 2>/dev/null || echo missing); \
+		echo "make env: needs Python 3.11 or newer, but $(PYTHON) is $$found; try PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev]'
 	@touch $@

@@ -52,13 +52,9 @@ def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     source.mkdir()
-    for name in (
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        *sorted({f.split("/")[0] for f in FOLDERS.values()}),
-    ):
-        os.symlink(ROOT / name, source / name)
+    tops = {folder.partition("/")[0] for folder in FOLDERS.values()}
+    for name in ("pyproject.toml", "README.md", "LICENSE", *tops):
+        source.joinpath(name).symlink_to(ROOT / name)
     build = "import sys, setuptools.build_meta as b; print(b.build_wheel(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", build, str(out)], cwd=source, capture_output=True, text=True, timeout=120

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from torchtraceap import __version__, console
-from torchtraceap.commands import catalogue
+from torchtraceap.commands import catalogue, collecting, data, scoring
 from torchtraceap.errors import UserError
 
 USAGE_ERROR = 2
@@ -48,7 +48,7 @@ def _start(
         typer.echo(context.get_help())
 
 
-for _module in (catalogue,):
+for _module in (catalogue, collecting, data, scoring):
     _module.add_to(app)
 
 

@@ -118,12 +118,15 @@ def detectors_list(as_json: Json = False) -> None:
     """List the detectors."""
     from torchtraceap.eval.detector import DETECTORS
 
-    rows = [{"name": name, "summary": _first_line(DETECTORS[name])} for name in DETECTORS.names()]
+    rows = [
+        {"name": name, "description": " ".join(DETECTORS[name].card().description.split())}
+        for name in DETECTORS.names()
+    ]
     if as_json:
         console.emit_json(rows)
         return
     console.table(
-        f"{len(rows)} detectors", ("detector", "what it does"), [(r["name"], r["summary"]) for r in rows]
+        f"{len(rows)} detectors", ("detector", "what it does"), [(r["name"], r["description"]) for r in rows]
     )
 
 
@@ -141,7 +144,3 @@ def _pattern(pattern: Any) -> dict[str, Any]:
             {"name": v.name, "summary": v.summary, "heldout": v.heldout} for v in getattr(pattern, kind)
         ]
     return row
-
-
-def _first_line(thing: object) -> str:
-    return (thing.__doc__ or "").strip().partition("\n")[0]

@@ -1,0 +1,153 @@
+"""`traceap collect`: run the models of a plan and keep their labelled traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchtraceap import console
+from torchtraceap.commands._options import Json, Seed
+from torchtraceap.errors import UserError
+
+if TYPE_CHECKING:
+    from torchtraceap.collect.plan import Job
+    from torchtraceap.collect.runner import JobEvent, RunReport
+
+PARTLY_FAILED = 1
+
+
+class Tier(StrEnum):
+    """Named selections of models."""
+
+    small = "small"
+    all = "all"
+
+
+class LoopMode(StrEnum):
+    """Loops that a model can run in."""
+
+    train = "train"
+    infer = "infer"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "collect", epilog="Example: traceap collect -o runs/a --model timm/resnet18 --pattern host_sync"
+    )(collect)
+
+
+def collect(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="Folder of the run.")],
+    model: Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")] = None,
+    tier: Annotated[Tier | None, typer.Option("--tier", help="A selection of models.")] = None,
+    pattern: Annotated[
+        list[str] | None, typer.Option("--pattern", help="An anti-pattern; repeat for several. Default: all.")
+    ] = None,
+    mode: Annotated[
+        list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
+    ] = None,
+    per_workload: Annotated[
+        int, typer.Option("--per-workload", min=1, help="Injected traces of a workload beside the clean one.")
+    ] = 2,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
+    seed: Seed = 0,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=1, help="Seconds that a workload may take.")
+    ] = 600.0,
+    event_cap: Annotated[
+        int, typer.Option("--event-cap", min=1, help="A trace with more events is cut to fewer steps.")
+    ] = 60_000,
+    resume: Annotated[bool, typer.Option("--resume", help="Finish the run that RUN holds.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run models, inject anti-patterns, measure what they cost and keep labelled traces.
+
+    Exit code 1 when a workload failed; the others are kept, and --resume tries the failed ones again.
+    """
+    from torchtraceap.collect.model import ZOO
+    from torchtraceap.collect.plan import make_plan
+
+    models = list(model or [])
+    if tier is not None:
+        models += [spec.name for spec in ZOO if spec.small or tier is Tier.all]
+    if not models:
+        raise UserError("name models with --model (see `traceap zoo list`) or a selection with --tier small")
+    device, kind = resolve_device(device)
+    plan = make_plan(
+        models,
+        device_type=kind,
+        modes=[m.value for m in mode] if mode else ("train", "infer"),
+        patterns=pattern,
+        per_workload=per_workload,
+        seed=seed,
+    )
+    report = run_plan(plan, out, device=device, resume=resume, time_limit=time_limit, event_cap=event_cap)
+    if as_json:
+        console.emit_json(report)
+    else:
+        print(
+            f"{report.traces} traces of {len(report.done)} workloads in {out}, {report.seconds:.0f} s; "
+            f"{len(report.skipped)} were there already, {len(report.failed)} failed"
+        )
+    if report.failed:
+        raise typer.Exit(PARTLY_FAILED)
+
+
+def resolve_device(name: str) -> tuple[str, str]:
+    """The full name and the type of a device.
+
+    Raises:
+        UserError: There is no such device, or PyTorch is not installed.
+    """
+    try:
+        import torch  # noqa: F401  before anything that needs it, to tell a missing extra from a bug
+    except ModuleNotFoundError:
+        raise UserError("collecting needs PyTorch and models: pip install 'torchtraceap[collect]'") from None
+    from torchtraceap.collect import devices
+
+    device = devices.resolve(name)
+    return str(device), device.type
+
+
+def run_plan(
+    plan: Sequence[Job], out: Path, *, device: str, resume: bool, time_limit: float, event_cap: int
+) -> RunReport:
+    """Run a plan with progress on stderr: a line a finished workload, and what is going on now."""
+    from torchtraceap.collect.runner import collect as run
+
+    with _following(len(plan)) as on_event:
+        return run(
+            plan,
+            out,
+            device=device,
+            resume=resume,
+            time_limit=time_limit,
+            event_cap=event_cap,
+            on_event=on_event,
+        )
+
+
+@contextmanager
+def _following(total: int) -> Iterator[Callable[[JobEvent], None]]:
+    with console.progress() as bar:
+        task = bar.add_task("starting", total=total)
+
+        def on_event(event: JobEvent) -> None:
+            name = event.job.name
+            if event.kind in ("start", "progress"):
+                bar.update(task, description=console.safe(f"{name}: {event.text or 'starting'}"))
+                return
+            bar.advance(task)
+            if event.kind == "done":
+                traces = (event.result or {}).get("traces", 0)
+                console.note(f"{name}: {traces} traces, {event.seconds:.0f} s")
+            elif event.kind == "failed":
+                console.note(f"{name}: failed after {event.seconds:.0f} s: {event.text}")
+
+        yield on_event

@@ -1,0 +1,168 @@
+"""`traceap convert`, `build` and `diagnose`: from profiles and runs to tables, and what one profile says."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchtraceap import console
+from torchtraceap.commands._options import Force, Json, Seed, check_output
+
+if TYPE_CHECKING:
+    from torchtraceap.dataset.build import BuildReport
+    from torchtraceap.dataset.trace import TraceRecord
+
+Profile = Annotated[Path, typer.Argument(metavar="TRACE.json[.gz]", help="What torch.profiler exported.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the three commands."""
+    app.command("convert", epilog="Example: traceap convert trace.json.gz -o trace.parquet")(convert)
+    app.command("build", epilog="Example: traceap build runs/a runs/b -o data --seed 1")(build)
+    app.command("diagnose", epilog="Example: traceap diagnose trace.json.gz --html trace.html")(diagnose)
+
+
+def convert(
+    profile: Profile,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.parquet", help="File to write.")],
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Convert a profile to the layout of the table `traces`, without labels."""
+    from torchtraceap.dataset.parquet import write_traces
+
+    check_output(out, force=force)
+    record = _unlabelled(profile)
+    write_traces(out, [record])
+    facts = {
+        "trace_id": record.trace_id,
+        "events": len(record.trace),
+        "lanes": len(record.trace.lanes),
+        "steps": record.meta["steps"],
+        "bytes": out.stat().st_size,
+        "out": str(out),
+    }
+    if as_json:
+        console.emit_json(facts)
+    else:
+        print(
+            f"{facts['events']} events on {facts['lanes']} lanes, {facts['steps']} steps: "
+            f"{console.visible(out)}, {out.stat().st_size / max(1, len(record.trace)):.1f} bytes an event"
+        )
+
+
+def _unlabelled(path: Path) -> TraceRecord:
+    """A record of which only the trace is known; its id is a digest of the file."""
+    import numpy as np
+
+    from torchtraceap.dataset.kineto import read_profile
+    from torchtraceap.dataset.trace import TraceRecord
+
+    profile = read_profile(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    trace = profile.trace
+    bounds = trace.step_bounds
+    return TraceRecord(
+        trace=trace,
+        meta={
+            "trace_id": digest[:16],
+            "pair_id": digest[:16],
+            "model": "",
+            "source": "",
+            "task": "other",
+            "family": "",
+            "backbone_family": "",
+            "split_unit": digest[:16],
+            "hardware_id": "",
+            "mode": "train" if (trace.events.forward >= 0).any() else "infer",
+            "precision": "",
+            "batch_size": 0,
+            "input_shape": "",
+            "steps": len(bounds),
+            "quality": "undecided",
+            "step_ms": float(np.median(bounds[:, 1] - bounds[:, 0]) / 1e6) if len(bounds) else float("nan"),
+            "profiler_ratio": float("nan"),
+            "gpu_busy": float("nan"),
+        },
+    )
+
+
+def build(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders that `traceap collect` made.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DATASET", help="Folder of the data set.")],
+    seed: Seed = 0,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Build the data set that `datasets.load_dataset` reads from one or several runs."""
+    check_output(out, force=force)
+    report = build_dataset(runs, out, seed=seed)
+    if as_json:
+        console.emit_json({**asdict(report), "out": str(out)})
+    else:
+        print_build(report, out)
+
+
+def build_dataset(runs: list[Path], out: Path, *, seed: int) -> BuildReport:
+    """Build with progress on stderr."""
+    from torchtraceap.dataset.build import build as build_from
+
+    with console.progress() as bar:
+        task = bar.add_task("checking")
+        return build_from(
+            runs,
+            out,
+            seed=seed,
+            progress=lambda stage, done, total: bar.update(
+                task, description=stage, completed=done, total=total
+            ),
+        )
+
+
+def print_build(report: BuildReport, out: Path) -> None:
+    """What a build wrote, in two lines."""
+    traces = ", ".join(f"{count} {split}" for split, count in report.traces.items())
+    print(f"{traces} traces; {report.segments} segments, {report.windows} windows")
+    print(f"{console.visible(out)}: {report.size_bytes / 1e6:.1f} MB")
+
+
+def diagnose(
+    profile: Profile,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with the timeline too.")] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Say which anti-patterns a profile shows, what they cost about, and what to change."""
+    from torchtraceap.eval.diagnose import diagnose as diagnose_file
+    from torchtraceap.eval.diagnose import to_text
+
+    if html is not None:
+        check_output(html, force=force)
+    diagnosis = diagnose_file(profile)
+    if html is not None:
+        from torchtraceap.eval.report import write_diagnosis
+
+        write_diagnosis(html, diagnosis)
+        console.note(f"wrote {html}")
+    if as_json:
+        console.emit_json(
+            {
+                "name": diagnosis.name,
+                "events": len(diagnosis.trace),
+                "steps": diagnosis.steps,
+                "step_ms": diagnosis.step_ms,
+                "gpu_busy": diagnosis.gpu_busy,
+                "causes": diagnosis.causes,
+                "notes": diagnosis.notes,
+                "detections": diagnosis.detections,
+            }
+        )
+    else:
+        console.out().print(to_text(diagnosis))

@@ -1,0 +1,194 @@
+"""`traceap detect`, `score` and `report`: run a detector, score submissions, show both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchtraceap import console
+from torchtraceap.commands._options import Dataset, Force, Json, Seed, Split, check_output
+from torchtraceap.errors import UserError
+
+if TYPE_CHECKING:
+    from torchtraceap.eval.scorer import ScoreResult
+
+Slice = Annotated[
+    str, typer.Option("--slice", help="all, headline, unseen_variant, unseen_backbone or hardware:ID.")
+]
+Resamples = Annotated[
+    int, typer.Option("--resamples", min=0, help="Of the bootstrap for 95 % intervals; 0 for none.")
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the three commands."""
+    app.command("detect", epilog="Example: traceap detect data --detector rules --split test -o rules")(
+        detect
+    )
+    app.command("score", epilog="Example: traceap score data rules random --split test --json")(score)
+    app.command("report", epilog="Example: traceap report data rules -o report.html")(report)
+
+
+def detect(
+    dataset: Dataset,
+    detector: Annotated[str, typer.Option("--detector", help="A name from `traceap detectors list`.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="SUBMISSION", help="Folder to write.")],
+    split: Split = "test",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Run a detector on every trace of a split and write its submission."""
+    check_output(out, force=force)
+    rows = run_detector(dataset, detector, out, split=split)
+    if as_json:
+        console.emit_json({"detector": detector, "split": split, "detections": rows, "out": str(out)})
+    else:
+        print(f"{detector}: {rows} detections in {console.visible(out)}")
+
+
+def run_detector(dataset: Path, detector: str, out: Path, *, split: str) -> int:
+    """Run a detector with progress on stderr; returns the number of detections."""
+    from torchtraceap.dataset.parquet import read_traces
+    from torchtraceap.eval.detector import DETECTORS, run
+    from torchtraceap.eval.submission import write_submission
+
+    chosen = DETECTORS[detector]
+    files = _files(dataset, "traces", split)
+    with console.progress() as bar:
+        task = bar.add_task(console.safe(detector), total=_row_count(files))
+        submission = run(
+            chosen,
+            read_traces(files),
+            _hardware(dataset),
+            progress=lambda done: bar.update(task, completed=done),
+        )
+    windows = submission.window_scores
+    write_submission(out, submission.detections, windows if len(windows) else None, submission.card)
+    return len(submission.detections)
+
+
+def score(
+    dataset: Dataset,
+    submissions: Annotated[
+        list[Path], typer.Argument(metavar="SUBMISSION...", help="Folders, or files of detections.")
+    ],
+    split: Split = "test",
+    slice_name: Slice = "all",
+    resamples: Resamples = 1000,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Score submissions and rank them."""
+    from torchtraceap.eval.leaderboard import leaderboard, leaderboard_dict
+
+    results = score_all(
+        dataset, submissions, split=split, slice_name=slice_name, resamples=resamples, seed=seed
+    )
+    if as_json:
+        console.emit_json(leaderboard_dict(results))
+    else:
+        console.out().print(leaderboard(results))
+
+
+def score_all(
+    dataset: Path,
+    submissions: Sequence[Path],
+    *,
+    split: str,
+    slice_name: str = "all",
+    resamples: int = 1000,
+    seed: int = 0,
+) -> list[ScoreResult]:
+    """Score each submission on the same resamples, with progress on stderr."""
+    from torchtraceap.eval import scorer
+    from torchtraceap.eval.submission import read_submission
+    from torchtraceap.eval.truth import Truth
+
+    truth = Truth.load(dataset, split)
+    with console.progress() as bar:
+        return [
+            scorer.score(truth, read_submission(path), slice=slice_name, resamples=resamples, seed=seed)
+            for path in bar.track(submissions, description="scoring")
+        ]
+
+
+def report(
+    dataset: Dataset,
+    submissions: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[SUBMISSION]...", help="All are scored; the first is drawn over the traces."),
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="report.html", help="Page to write.")] = Path(
+        "report.html"
+    ),
+    split: Split = "test",
+    traces: Annotated[int, typer.Option("--traces", min=1, max=40, help="So many traces are drawn.")] = 12,
+    resamples: Resamples = 1000,
+    seed: Seed = 0,
+    force: Force = False,
+) -> None:
+    """Write one HTML page: scores, and traces with what is there, what was found and what to change."""
+    check_output(out, force=force)
+    paths = submissions or []
+    results = score_all(dataset, paths, split=split, resamples=resamples, seed=seed) if paths else []
+    write_page(dataset, paths, results, out, split=split, traces=traces)
+    print(console.visible(out))
+
+
+def write_page(
+    dataset: Path,
+    submissions: Sequence[Path],
+    results: Sequence[ScoreResult],
+    out: Path,
+    *,
+    split: str,
+    traces: int,
+) -> None:
+    """Write the report with the detections of the first submission."""
+    from torchtraceap.dataset.parquet import read_traces
+    from torchtraceap.eval.report import write_report
+    from torchtraceap.eval.submission import Detection, read_submission
+
+    detections = []
+    if submissions:
+        rows = read_submission(submissions[0]).detections.to_pylist()
+        detections = [Detection(**row) for row in rows]
+    records = itertools.islice(read_traces(_files(dataset, "traces", split)), traces)
+    name = results[0].card.name if results else dataset.name
+    write_report(out, records, detections, results, title=f"{name} on {split}")
+
+
+def _files(dataset: Path, config: str, split: str) -> list[Path]:
+    from torchtraceap.dataset.schema import SPLITS
+
+    if split not in SPLITS:
+        raise UserError(f"Unknown split {split!r}. Available: {', '.join(SPLITS)}.")
+    files = sorted((dataset / "data").glob(f"{config}-{split}-*.parquet"))
+    if not files:
+        raise UserError(
+            f"{dataset} holds no data/{config}-{split}-*.parquet; `traceap build` makes such a folder"
+        )
+    return files
+
+
+def _row_count(files: Sequence[Path]) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return sum(pq.read_metadata(file).num_rows for file in files)
+    except pa.ArrowException:
+        return 0  # the reader says what is wrong with the file
+
+
+def _hardware(dataset: Path) -> dict[str, dict[str, object]]:
+    """Rows of the table `hardware` by id."""
+    from torchtraceap.dataset.parquet import read_table
+    from torchtraceap.dataset.schema import HARDWARE
+
+    rows = read_table(sorted((dataset / "data").glob("hardware-*.parquet")), HARDWARE).to_pylist()
+    return {row["hardware_id"]: row for row in rows}
