@@ -36,7 +36,7 @@ _LEVEL = 19  # written once, and quick enough: 15 MB of events a second
 def write_traces(
     path: str | Path, records: Iterable[TraceRecord], extra: Mapping[str, str] | None = None
 ) -> int:
-    """Write a file of the config ``traces``, holding no more than a row group of records in memory.
+    """Write a file of the config ``traces``, never with more than two row groups of records in memory.
 
     Args:
         path: Replaced as a whole when all is written; left as it was if anything fails.
@@ -150,7 +150,7 @@ def _valid(
 
 
 def _regrouped(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
-    """Tables of ``rows`` rows, the last one of what is left: a row group costs 10 kB whatever it holds."""
+    """Tables of ``rows`` rows, the last one of what is left: a row group costs 5 kB whatever it holds."""
     pending = schema.empty_table()
     for batch in batches:
         pending = pa.concat_tables([pending, pa.Table.from_batches([batch])])
@@ -180,7 +180,6 @@ def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
         column_encoding=encodings,
         write_statistics=[leaf for leaf in leaves if "." not in leaf],
         write_page_checksum=True,
-        data_page_size=8 << 20,
     )
 
 
