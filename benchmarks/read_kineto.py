@@ -57,7 +57,7 @@ def compare(path: Path, repeats: int) -> None:
     ours, table, stacks = [], [], []
     for _ in range(repeats):
         begin = time.process_time()
-        events = len(read_trace(path))
+        read_trace(path)
         ours.append(time.process_time() - begin)
 
         begin = time.process_time()
@@ -66,6 +66,7 @@ def compare(path: Path, repeats: int) -> None:
         table.append(time.process_time() - begin)
         CallGraph(trace)
         stacks.append(time.process_time() - begin)
+    events = len(read_trace(path))
     data = path.read_bytes()
     size = len(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     mine, hta_table, hta_stacks = (statistics.median(times) for times in (ours, table, stacks))

@@ -30,6 +30,7 @@ _CHUNK_BYTES = 1 << 24
 MAX_NAME = 4096
 """Event names are cut to so many characters; the longest template kernels have about 2,000."""
 
+_NOTHING = msgspec.Raw(b"")
 _LAUNCH = re.compile(r"launch|memcpy|memset|enqueue", re.IGNORECASE)
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _INT16_MAX = int(np.iinfo(np.int16).max)
@@ -275,7 +276,7 @@ def _ops(
         first, second, size = arg.shapes, arg.types, 0
         if gpu:
             source = args[call] if call >= 0 else arg
-            first = second = b""
+            first = second = _NOTHING
             if code == _KERNEL:
                 first, second = arg.grid or source.grid, arg.block or source.block
             elif code in (_MEMCPY, _MEMSET):
@@ -285,11 +286,10 @@ def _ops(
 
     ops: dict[Op, int] = {}
     merged = []
-    for name, code, first, second, size in index:
-        gpu = code in _GPU
-        fields = ("grid", "block") if gpu else ("shapes", "types")
-        texts = dict(zip(fields, map(_compact, (first, second)), strict=True))
-        merged.append(ops.setdefault(Op(name, CATEGORIES[code], bytes=size, **texts), len(ops)))
+    for name, code, *raw, size in index:
+        left, right = (_compact(text) for text in raw)
+        shared = {"grid": left, "block": right} if code in _GPU else {"shapes": left, "types": right}
+        merged.append(ops.setdefault(Op(name, CATEGORIES[code], bytes=size, **shared), len(ops)))
     return list(ops), np.array(merged, dtype=np.int32)[literal]
 
 

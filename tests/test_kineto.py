@@ -350,6 +350,7 @@ def test_near_json_is_repaired():
     assert op.name == "NaN \\q \ufffd \ufffd \ufffd ok\ufffd"
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.recursive(st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s))
 )
