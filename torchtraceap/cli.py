@@ -1,8 +1,8 @@
 """The command `traceap`: what is available, how it ends, and nothing else.
 
-Exit codes: 0 done, 1 a part of a collection failed, 2 bad input or usage (one line on stderr), 130
-interrupted. Anything else is a bug and keeps its traceback. Commands import what they need when they run:
-`traceap --help` loads neither torch nor pandas.
+Exit codes: 0 done, 1 not all was done (a workload failed, the reader of the output went away), 2 bad input
+or usage (one line on stderr), 130 interrupted. Anything else is a bug and keeps its traceback. Commands
+import what they need when they run: `traceap --help` loads neither torch nor pandas.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Annotated
 import typer
 
 from torchtraceap import __version__, console
-from torchtraceap.commands import catalogue, collecting, data, scoring
+from torchtraceap.commands import catalogue, collecting, data, demo, scoring
 from torchtraceap.errors import UserError
 
+INCOMPLETE = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -48,7 +49,7 @@ def _start(
         typer.echo(context.get_help())
 
 
-for _module in (catalogue, collecting, data, scoring):
+for _module in (catalogue, collecting, data, scoring, demo):
     _module.add_to(app)
 
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return INCOMPLETE
     except OSError as error:
         if error.filename is None:
             raise

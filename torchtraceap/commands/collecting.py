@@ -72,12 +72,17 @@ def collect(
     """
     from torchtraceap.collect.model import ZOO
     from torchtraceap.collect.plan import make_plan
+    from torchtraceap.labels.pattern import PATTERNS
 
     models = list(model or [])
     if tier is not None:
         models += [spec.name for spec in ZOO if spec.small or tier is Tier.all]
     if not models:
         raise UserError("name models with --model (see `traceap zoo list`) or a selection with --tier small")
+    for name in models:  # a wrong name is told before the seconds that torch takes to import
+        ZOO[name]
+    for name in pattern or ():
+        PATTERNS[name]
     device, kind = resolve_device(device)
     plan = make_plan(
         models,

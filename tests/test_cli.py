@@ -1,0 +1,254 @@
+"""The command's contract: exit codes, one line of complaint, JSON that parses, nothing overwritten."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from torchtraceap import console
+from torchtraceap.cli import main
+from torchtraceap.dataset.parquet import read_traces
+from torchtraceap.errors import UserError
+
+EVENTS = [
+    {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 10, "dur": 90},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 20, "dur": 30},
+]
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": EVENTS}).encode()))
+    return path
+
+
+@pytest.fixture
+def traceap(capsys):
+    """Run the command in this process; gives exit code, standard output and standard error."""
+
+    def run(*words):
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def refused(result, *parts):
+    """Exit code 2, nothing on stdout, one line on stderr that holds ``parts``."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.startswith("traceap: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err, err
+
+
+def test_version(traceap):
+    assert traceap("--version") == (0, "traceap 0.1.0\n", "")
+
+
+def test_alone_it_prints_help(traceap):
+    code, out, err = traceap()
+    assert (code, err) == (0, "")
+    assert "Usage: traceap" in out
+    assert "collect" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["zo"], ["No such command", "zo"]),
+        (["zoo"], ["Missing command", "See: traceap zoo --help"]),
+        (["zoo", "list", "--jsn"], ["--jsn"]),
+        (["zoo", "list", "--task", "detect"], ["Unknown task 'detect'", "detection"]),
+        (["patterns", "show"], ["Missing argument", "ID"]),
+        (["patterns", "show", "host_snc"], ["Unknown pattern 'host_snc'", "host_sync"]),
+        (["build", "-o", "x"], ["Missing argument", "RUN"]),
+        (["collect", "-o", "x"], ["--model", "--tier small"]),
+        (["collect", "-o", "x", "--tier", "tiny"], ["tiny", "small", "all"]),
+        (["collect", "-o", "x", "--model", "timm/resnet81"], ["'timm/resnet81'", "timm/resnet18"]),
+        (
+            ["collect", "-o", "x", "--model", "timm/resnet18", "--pattern", "host_snc"],
+            ["Unknown pattern 'host_snc'", "host_sync"],
+        ),
+        (["collect", "-o", "x", "--model", "timm/resnet18", "--seed", "-1"], ["--seed", "0"]),
+        (["collect", "-o", "x", "--model", "timm/resnet18", "--device", "toaster"], ["'toaster'", "cpu"]),
+        (["detect", "x", "--detector", "ruels", "-o", "y"], ["Unknown detector 'ruels'", "rules"]),
+        (["detect", "x", "--detector", "rules", "-o", "y", "--split", "tset"], ["'tset'", "test"]),
+        (["detect", "x", "--detector", "rules", "-o", "y"], ["x", "traceap build"]),
+        (["score", "x", "y"], ["x"]),
+        (["report", "x", "-o", "r.html"], ["x", "traceap build"]),
+        (["build", "nowhere", "-o", "x"], ["nowhere"]),
+        (["convert", "nowhere.json", "-o", "x.parquet"], ["nowhere.json", "No such file"]),
+        (["diagnose", "nowhere.json"], ["nowhere.json", "No such file"]),
+    ],
+)  # fmt: skip
+def test_bad_usage_is_one_line_and_writes_nothing(traceap, tmp_path, monkeypatch, words, parts):
+    monkeypatch.chdir(tmp_path)
+    refused(traceap(*words), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "not JSON"),
+        (b'{"traceEvents": [{"ph": "X", ', "cut off"),
+        (b'{"answer": 42}', "traceEvents"),
+        (gzip.compress(b'{"traceEvents": []}')[:-9], "cannot be read"),
+        (b"\x89PNG\r\n", "not JSON"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "diagnose"])
+def test_what_is_no_trace(traceap, tmp_path, command, content, part):
+    path, out = tmp_path / "trace.json", tmp_path / "out.parquet"
+    path.write_bytes(content)
+    more = ["-o", out] if command == "convert" else []
+    refused(traceap(command, path, *more), str(path), part)
+    assert not out.exists()
+
+
+def test_convert_keeps_what_is_known_and_no_more(traceap, trace_file, tmp_path):
+    out = tmp_path / "trace.parquet"
+    code, text, _ = traceap("convert", trace_file, "-o", out, "--json")
+    assert code == 0
+    assert json.loads(text) == {
+        "trace_id": json.loads(text)["trace_id"],
+        "events": 2,
+        "lanes": 1,
+        "steps": 1,
+        "bytes": out.stat().st_size,
+        "out": str(out),
+    }
+    (record,) = read_traces(out)
+    assert record.trace.names.tolist() == ["ProfilerStep#1", "aten::add"]
+    assert record.trace.events.start_ns.tolist() == [0, 10_000]
+    assert (record.meta["quality"], record.meta["mode"], record.meta["step_ms"]) == (
+        "undecided", "infer", np.float32(0.09),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["convert", "diagnose"])
+def test_an_output_that_exists_is_kept_unless_forced(traceap, trace_file, tmp_path, command):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    option = "-o" if command == "convert" else "--html"
+    refused(traceap(command, trace_file, option, out), str(out), "exists", "--force")
+    assert out.read_text() == "mine"
+    code, _, _ = traceap(command, trace_file, option, out, "--force")
+    assert code == 0
+    assert out.read_bytes()[:4] == (b"PAR1" if command == "convert" else b"<!do")
+
+
+@pytest.mark.parametrize("words", [["build", "run", "-o"], ["detect", "x", "--detector", "rules", "-o"]])
+def test_a_folder_with_files_is_kept(traceap, tmp_path, words):
+    out = tmp_path / "out"
+    out.mkdir()
+    out.joinpath("notes.txt").write_text("mine")
+    refused(traceap(*words, out), str(out), "exists", "--force")
+    assert list(out.iterdir()) == [out / "notes.txt"]
+
+
+def test_diagnose_json(traceap, trace_file):
+    code, text, _ = traceap("diagnose", trace_file, "--json")
+    facts = json.loads(text)
+    assert (code, facts["events"], facts["steps"], facts["step_ms"]) == (0, 2, 1, 0.09)
+
+
+@pytest.mark.parametrize("words", [["zoo", "list"], ["patterns", "list"], ["detectors", "list"]])
+def test_lists_hold_the_same_names_as_table_and_as_json(traceap, words):
+    code, text, err = traceap(*words, "--json")
+    assert (code, err) == (0, "")
+    names = [row.get("name", row.get("id")) for row in json.loads(text)]
+    assert names == sorted(names)
+    code, table, _ = traceap(*words)
+    assert code == 0
+    lines = [line.split()[0] for line in table.splitlines() if line.strip()]
+    assert names == [word for word in lines if word in set(names)]
+
+
+def test_zoo_list_filters(traceap):
+    rows = json.loads(traceap("zoo", "list", "--small", "--task", "classification", "--json")[1])
+    assert "timm/resnet18" in [row["name"] for row in rows]
+    assert {(row["task"], row["small"]) for row in rows} == {("classification", True)}
+
+
+def test_show_pattern(traceap):
+    code, text, _ = traceap("patterns", "show", "host_sync")
+    row = json.loads(traceap("patterns", "show", "host_sync", "--json")[1])
+    assert code == 0
+    for value in (row["id"], row["title"], *(v["name"] for v in row["variants"] + row["lookalikes"])):
+        assert value in text
+    for line in row["remedy"].splitlines():
+        assert line in text
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(console, "emit_json", lambda value: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["patterns", "list", "--json"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("bad\nnews \x1b[31m[red]"), 2, "traceap: bad\\nnews \\x1b[31m[red]\n"),
+        (PermissionError(13, "Permission denied", "/x/y"), 2, "traceap: /x/y: Permission denied\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_ends(traceap, monkeypatch, error, code, line):
+    def fail(value):
+        raise error
+
+    monkeypatch.setattr(console, "emit_json", fail)
+    assert traceap("patterns", "list", "--json") == (code, "", line)
+
+
+def test_a_closed_pipe_ends_it_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "torchtraceap.cli", "patterns", "list", "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("aten::add", "aten::add"),
+        ("Größe 大", "Größe 大"),
+        ("\x1b[2J\r\n\x07", "\\x1b[2J\\r\\n\\x07"),
+        ("a\u202eb\u2028c\x9b", "a\\u202eb\\u2028c\\x9b"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_visible(text, shown):
+    assert console.visible(text) == shown
+
+
+def test_a_table_prints_markup_as_text(capsys):
+    console.table(
+        "[b]t", ["[red]name", "n"], [["[link=http://x]\x1b]8;;", 0.5], ["b", float("nan")]], numeric=1
+    )
+    out = capsys.readouterr().out
+    for part in ("[b]t", "[red]name", "[link=http://x]\\x1b]8;;", "0.500"):
+        assert part in out
+    assert "\x1b" not in out
+    assert out.splitlines()[-2].split() == ["b", "-"]
+
+
+def test_json_has_no_nan_and_no_raw_characters(capsys):
+    console.emit_json({"a": float("nan"), "b": np.float32(0.5), "c": "\u202e\x9b", "d": np.arange(2)})
+    text = capsys.readouterr().out
+    assert text.isascii()
+    assert json.loads(text) == {"a": None, "b": 0.5, "c": "\u202e\x9b", "d": [0, 1]}

@@ -1,0 +1,89 @@
+"""`traceap demo`: the whole way once, on whatever is here, in minutes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtraceap import console
+from torchtraceap.commands import collecting, data, scoring
+from torchtraceap.commands._options import Seed, check_output
+from torchtraceap.errors import UserError
+
+DETECTORS = ("rules", "random", "everything", "nothing")
+TIME_LIMIT = 120.0
+EVENT_CAP = 60_000
+RESAMPLES = 200
+SHOWN_TRACES = 12
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("demo", epilog="Example: traceap demo -o runs/demo")(demo)
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="FOLDER", help="Everything goes in here.")
+    ] = Path("runs/demo"),
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda ...")] = "auto",
+    seed: Seed = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what FOLDER holds.")] = False,
+) -> None:
+    """Collect small models, label and build, load with `datasets`, run detectors, score and report."""
+    from torchtraceap.collect.model import ZOO
+    from torchtraceap.collect.plan import make_plan
+    from torchtraceap.eval.leaderboard import leaderboard
+
+    check_output(out, force=resume)
+    run, dataset = out / "run", out / "dataset"
+    device, kind = collecting.resolve_device(device)
+
+    small = [spec.name for spec in ZOO if spec.small]
+    plan = make_plan(small, device_type=kind, seed=seed)
+    console.note(f"1/5 collect: {len(plan)} workloads of {len(small)} models on {device}")
+    collected = collecting.run_plan(
+        plan, run, device=device, resume=resume, time_limit=TIME_LIMIT, event_cap=EVENT_CAP
+    )
+    if collected.failed and not (collected.done or collected.skipped):
+        raise UserError(f"no workload succeeded; the first: {next(iter(collected.failed.values()))}")
+
+    console.note("2/5 label and build")
+    data.print_build(data.build_dataset([run], dataset, seed=seed), dataset)
+
+    console.note("3/5 load with datasets.load_dataset")
+    counts = _load(dataset)
+    for config, splits in counts.items():
+        print(f"{config}: " + ", ".join(f"{rows} {split}" for split, rows in splits.items()))
+
+    split = "test" if "test" in counts["traces"] else "train"
+    console.note(f"4/5 detect and score on {split}")
+    submissions = [out / "submissions" / name for name in DETECTORS]
+    for path in submissions:
+        scoring.run_detector(dataset, path.name, path, split=split)
+    results = scoring.score_all(dataset, submissions, split=split, resamples=RESAMPLES, seed=seed)
+    console.out().print(leaderboard(results))
+
+    console.note("5/5 report")
+    page = out / "report.html"
+    scoring.write_page(dataset, submissions, results, page, split=split, traces=SHOWN_TRACES)
+    print(f"report: {console.visible(page)}")
+    if collected.failed:
+        raise typer.Exit(collecting.PARTLY_FAILED)
+
+
+def _load(dataset: Path) -> dict[str, dict[str, int]]:
+    """Number of rows by config and split, as `datasets` loads them, offline."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import datasets
+
+    datasets.disable_progress_bars()
+    counts = {}
+    for config in datasets.get_dataset_config_names(str(dataset)):
+        loaded = datasets.load_dataset(str(dataset), config)
+        counts[config] = {str(split): len(rows) for split, rows in loaded.items()}
+    return counts
