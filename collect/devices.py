@@ -77,7 +77,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "libraries": json.dumps({name: version for name in LIBRARIES if (version := _version(name))}),
         "emulated": False,
     }

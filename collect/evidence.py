@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchtraceap.collect.loop import TrainingLoop
 from torchtraceap.dataset.trace import Trace
@@ -40,7 +40,7 @@ class _Dispatched(TorchDispatchMode):
         self.same_copies = 0
         self.round_trips = 0
         # type that the value had before a cast, and how many operators ago
-        self._was: WeakKeyDictionary[torch.Tensor, tuple[torch.dtype, int]] = WeakKeyDictionary()
+        self._was = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -56,7 +56,9 @@ class _Dispatched(TorchDispatchMode):
             return out
         if name in ("clone", "copy_"):
             source = sources[-1]
-            same = source.dtype == out.dtype and source.stride() == out.stride() and source.device == out.device
+            same = (
+                source.dtype == out.dtype and source.stride() == out.stride() and source.device == out.device
+            )
             self.same_copies += same and source.numel() > 1
         before = [self._was[s] for s in sources if s in self._was]
         if before and before[0][1] < CAST_REACH:

@@ -73,4 +73,3 @@ def number_steps(trace: Trace) -> Trace:
     numbered = {name: f"ProfilerStep#{i}" for i, name in enumerate(names)}
     ops = [msgspec.structs.replace(op, name=numbered.get(op.name, op.name)) for op in trace.ops]
     return replace(trace, ops=ops)
-

@@ -55,7 +55,9 @@ class Placement:
 
     def on(self, site: int, step: int | None) -> bool:
         """Whether the body at ``site`` acts; ``step`` is None outside of the profiled steps."""
-        return self.armed and site in self.acting and (step is None or self.steps is None or step in self.steps)
+        return (
+            self.armed and site in self.acting and (step is None or self.steps is None or step in self.steps)
+        )
 
 
 class TrainingLoop:

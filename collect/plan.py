@@ -114,4 +114,6 @@ def _digest(seed: int, spec: ModelSpec, mode: Mode) -> int:
 
 def _variant(pattern: Pattern, rng: random.Random) -> str:
     heldout = rng.random() < HELDOUT_SHARE
-    return rng.choice([v.name for v in pattern.variants if v.heldout == heldout] or [pattern.variants[0].name])
+    return rng.choice(
+        [v.name for v in pattern.variants if v.heldout == heldout] or [pattern.variants[0].name]
+    )

@@ -25,7 +25,9 @@ def profile_steps(loop: TrainingLoop) -> Trace:
     try:
         with (
             quiet(),
-            profile(activities=devices.activities(loop.device), schedule=plan, record_shapes=True) as profiler,
+            profile(
+                activities=devices.activities(loop.device), schedule=plan, record_shapes=True, acc_events=True
+            ) as profiler,
         ):
             for number in range(WARMUP_STEPS + PROFILED_STEPS):
                 step = number - WARMUP_STEPS

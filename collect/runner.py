@@ -118,7 +118,9 @@ def _claim(run: Path, plan: Sequence[Job], resume: bool) -> None:
         if not resume:
             raise UserError(f"{run} holds a run already: add --resume to finish it, or choose another folder")
         if path.read_bytes() != encoded:
-            raise UserError(f"{run} holds a run of another plan: repeat its options, or choose another folder")
+            raise UserError(
+                f"{run} holds a run of another plan: repeat its options, or choose another folder"
+            )
         for torn in (run / "shards").glob(".*.tmp"):  # of a workload that was killed while it wrote
             torn.unlink()
         return
@@ -179,12 +181,15 @@ class _Server:
             elif event["event"] in ("done", "failed"):
                 return event
         status = self._process.wait()
-        return {"event": "failed", "error": f"the fork server died (exit status {status}); see {self._stderr}"}
+        return {
+            "event": "failed",
+            "error": f"the fork server died (exit status {status}); see {self._stderr}",
+        }
 
     def _start(self) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches the runner alone, which then ends the server in order.
         return subprocess.Popen(
-            [sys.executable, "-m", "torchtraceap.collect.server"],
+            [sys.executable, "-P", "-m", "torchtraceap.collect.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr.open("ab"),

@@ -59,7 +59,9 @@ def _import_all() -> None:
     import importlib
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torchtraceap.collect.session
+    # Libraries ask at import whether there is a GPU. Through the CUDA runtime that would forbid its use in
+    # forked children; through NVML it does not.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
     for name in LIBRARIES:
         # A missing or broken library fails the models that need it, with its own message, and no others.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -76,7 +77,7 @@ class Events:
     launch: IntArray
     forward: IntArray
 
-    DTYPES = {
+    DTYPES: ClassVar[dict[str, type[np.integer]]] = {
         "lane": np.int16,
         "op": np.int32,
         "start_ns": np.int64,

@@ -22,7 +22,7 @@ class Marker(NamedTuple):
 
 
 def marker_name(secret: str, marker: Marker) -> str:
-    """The annotation's text. ``secret`` is drawn anew a session, so that no model's own annotation equals it."""
+    """The annotation's text. ``secret`` is drawn anew for each session: no other annotation equals it."""
     return f"{PREFIX}{secret}/{marker.placement}/{marker.site}/{int(marker.on)}"
 
 
