@@ -33,6 +33,7 @@ MAX_NAME = 4096
 _NOTHING = msgspec.Raw(b"")
 _LAUNCH = re.compile(r"launch|memcpy|memset|enqueue", re.IGNORECASE)
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _INT16_MAX = int(np.iinfo(np.int16).max)
 
 
@@ -107,7 +108,7 @@ def parse(data: bytes, where: str) -> Profile:
     Only complete events of :data:`~torchtraceap.dataset.trace.CATEGORIES` are kept. Lanes are ``thread N``,
     0 being the thread with the ``ProfilerStep`` annotations (else with most events) and the others numbered
     by their first event, then ``stream N`` of each device; -1 is the stream of a wait for a whole device.
-    Control characters in names become U+FFFD.
+    Control characters in names become U+FFFD, and addresses of Python objects go.
 
     The links of a GPU event: ``launch`` is the runtime or driver call of the same correlation id; ``parent``
     is the call's own parent. Without such a call (replayed graphs, a profile that began too late)
@@ -164,7 +165,7 @@ def parse(data: bytes, where: str) -> Profile:
 
 
 def _clean(names: list[str]) -> list[str]:
-    clean = {name: _UNPRINTABLE.sub("\ufffd", name[:MAX_NAME]) for name in set(names)}
+    clean = {name: _UNPRINTABLE.sub("\ufffd", _ADDRESS.sub("", name[:MAX_NAME])) for name in set(names)}
     return [clean[name] for name in names]
 
 

@@ -20,7 +20,6 @@ from torchtraceap.dataset.trace import Lane, Trace
 from torchtraceap.errors import UserError
 
 DATA = Path(__file__).parent / "data" / "kineto"
-BASE = 4203669600000.500  # start of the first event of cuda.json, in microseconds
 
 
 def event(name: str, ts: object, dur: object, cat: str = "cpu_op", pid: object = 1, tid: object = 1, **args):
@@ -127,6 +126,12 @@ def test_profile_names_the_device_in_use():
     profile = read_profile(DATA / "cuda.json")
     assert (profile.device_name, profile.compute_units, profile.rank) == ("Busy GPU", 132, 3)
     assert profile.with_shapes
+
+
+def test_nothing_personal_enters_the_trace(cuda):
+    text = repr((cuda.lanes, cuda.ops))
+    assert "gemm" in text
+    assert not any(word in text for word in ("secret", "4711", "4799"))
 
 
 def test_lanes_are_threads_then_streams(cuda):
@@ -280,8 +285,21 @@ def test_equal_intervals_nest_by_kind():
 
 
 def test_names_are_cut_and_cleaned():
-    trace = trace_of(event("x" * 5000, 0, 1), event("nul\0 and \x1b[31m", 2, 1), event({"odd": 1}, 4, 1))
-    assert [op.name for op in trace.ops] == ["x" * 4096, "nul\ufffd and \ufffd[31m", "{'odd': 1}"]
+    method = "<built-in method size of Tensor object{}>"
+    names = [
+        "x" * 5000,
+        "nul\0 and \x1b[31m",
+        {"odd": 1},
+        method.format(" at 0x7bc8d8"),
+        method.format(" at 0x11aa"),
+    ]
+    trace = trace_of(*(event(name, ts, 0.5) for ts, name in enumerate(names)))
+    assert [op.name for op in trace.ops] == [
+        "x" * 4096,
+        "nul\ufffd and \ufffd[31m",
+        "{'odd': 1}",
+        method.format(""),
+    ]
 
 
 def test_fillers_that_fit_no_int64_mean_none():
