@@ -1,10 +1,13 @@
-"""What must stay importable without torch, each in a fresh interpreter."""
+"""What must stay importable without torch, each in a fresh interpreter, and who may import whom."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "timm", "torchvision", "transformers", "diffusers", "datasets", "pandas", "ray")
 
 
@@ -57,3 +60,46 @@ for words, leaf in pages(typer.main.get_command(app), []):
     assert not leaf or " ".join(["Example: traceap", *words]) in text, text
 """
     assert loaded(script) == set()
+
+
+MAY_IMPORT = {
+    "labels": {"labels"},
+    "dataset": {"labels", "dataset", "cards"},
+    "cards": {"cards"},
+    "collect": {"labels", "dataset", "collect"},
+    "eval": {"labels", "dataset", "eval"},
+}
+BASE = {"errors", "files", "registry"}
+
+
+def subpackages_imported(source: str) -> set[str]:
+    """First names under ``torchtraceap`` that a module imports, in functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torchtraceap":
+            names |= {f"torchtraceap.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "a relative import"
+            names.add(str(node.module))
+    return {name.split(".")[1] for name in names if name.startswith("torchtraceap.")}
+
+
+def test_the_scan_sees_every_form_of_import():
+    lines = [
+        "import os, torchtraceap.a.x",
+        "def f():",
+        "  from torchtraceap.b import y",
+        "from torchtraceap import c",
+    ]
+    assert subpackages_imported("\n".join(lines)) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
+def test_imports_go_one_way(folder):
+    files = sorted(ROOT.joinpath(folder).rglob("*.py"))
+    assert files
+    for path in files:
+        found = subpackages_imported(path.read_text(encoding="utf-8"))
+        assert found <= MAY_IMPORT[folder] | BASE | {"__version__"}, path

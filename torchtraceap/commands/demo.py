@@ -14,6 +14,9 @@ from torchtraceap.commands._options import Seed, check_output
 from torchtraceap.errors import UserError
 
 DETECTORS = ("rules", "random", "everything", "nothing")
+MODES = ("train", "infer")
+"""In turns: half of the models train, the others infer."""
+PER_WORKLOAD = 1
 TIME_LIMIT = 120.0
 EVENT_CAP = 60_000
 RESAMPLES = 200
@@ -43,7 +46,8 @@ def demo(
     device, kind = collecting.resolve_device(device)
 
     small = [spec.name for spec in ZOO if spec.small]
-    plan = make_plan(small, device_type=kind, seed=seed)
+    both = make_plan(small, device_type=kind, per_workload=PER_WORKLOAD, seed=seed)
+    plan = [job for job in both if job.mode == MODES[small.index(job.model) % 2]]
     console.note(f"1/5 collect: {len(plan)} workloads of {len(small)} models on {device}")
     collected = collecting.run_plan(
         plan, run, device=device, resume=resume, time_limit=TIME_LIMIT, event_cap=EVENT_CAP
