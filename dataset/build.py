@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from torchtraceap.dataset import schema, splits
 from torchtraceap.dataset.card import Released, render_card
@@ -102,7 +101,9 @@ def build(runs: Sequence[Path], out: Path, *, seed: int, progress: Progress | No
         writer = _Writer(work, survey, decisions, tell)
         writer.run()
         left_out = len(survey.members) - len(writer.released)
-        card = render_card(work, SCHEMAS, writer.released, survey.hardware_rows(), left_out, seed)
+        card = render_card(
+            work, SCHEMAS, writer.released, survey.hardware_rows(writer.released), left_out, seed
+        )
         report = BuildReport(
             traces={split: writer.count(split) for split in schema.SPLITS},
             units={split: len(writer.units(split)) for split in schema.SPLITS},
@@ -180,9 +181,10 @@ class _Survey:
                 if instance.state == "costly":
                     self.costly.add(key)
 
-    def hardware_rows(self) -> pa.Table:
-        """All hardware, sorted by id."""
-        tables = [self.hardware[name][0] for name in sorted(self.hardware)]
+    def hardware_rows(self, traces: Iterable[Released]) -> pa.Table:
+        """The hardware that ``traces`` were made on, sorted by id."""
+        used = {str(one.meta["hardware_id"]) for one in traces}
+        tables = [self.hardware[name][0] for name in sorted(used)]
         return pa.concat_tables([schema.HARDWARE.empty_table(), *tables])
 
     def _add_hardware(self, row: dict[str, Any], shard: Path) -> str:
@@ -267,9 +269,7 @@ class _Writer:
         for index in range(files):
             path = self.folder / shard_path("traces", split, index, files)
             write_traces(path, itertools.islice(records, TRACES_PER_FILE))
-        used = pa.array({r.meta["hardware_id"] for r in self.released if r.split == split}, pa.string())
-        hardware = self.survey.hardware_rows()
-        hardware = hardware.filter(pc.is_in(hardware["hardware_id"], used))
+        hardware = self.survey.hardware_rows(one for one in self.released if one.split == split)
         tables = {"windows": windows, "segments": segments, "hardware": [hardware]}
         for config, parts in tables.items():
             table = pa.concat_tables(parts).combine_chunks()  # an empty first row group breaks `datasets`

@@ -47,7 +47,7 @@ class Feature:
 
 
 # fmt: off
-FEATURES: tuple[Feature, ...] = tuple(Feature(*row) for row in (
+_ROWS: tuple[tuple[str, Unit, str], ...] = (
     # Where, and who is busy
     ("position", "share", "place of the window's start within its step; 0 outside of any"),
     ("cpu_busy", "share", "main thread inside an op or a runtime call (main: the thread of ProfilerStep)"),
@@ -123,8 +123,9 @@ FEATURES: tuple[Feature, ...] = tuple(Feature(*row) for row in (
     ("matmul_kernels", "count", "matrix products and convolutions"),
     ("tensor_cores", "share", "of the busy time of those, in kernels whose name says tensor cores"),
     ("collective_time", "share", "collectives run on the GPU"),
-))
+)
 # fmt: on
+FEATURES = tuple(Feature(*row) for row in _ROWS)
 
 _TYPES: dict[Unit, pa.DataType] = {"share": pa.uint8(), "count": pa.uint16(), "log": pa.uint8()}
 WINDOWS = pa.schema([*WINDOW_KEYS, *(pa.field(f.name, _TYPES[f.unit]) for f in FEATURES)])
@@ -202,7 +203,7 @@ class _Grid:
 
     def total(self, mask: BoolArray, values: NDArray[Any]) -> FloatArray:
         """Sum of ``values`` (over all events) of those that start in the window."""
-        return np.bincount(self.first[mask], weights=values[mask], minlength=self.windows)
+        return np.bincount(self.first[mask], weights=values[mask], minlength=self.windows).astype(float)
 
     def mean(self, mask: BoolArray, values: NDArray[Any]) -> FloatArray:
         return _ratio(self.total(mask, values), self.count(mask))

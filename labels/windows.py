@@ -121,12 +121,12 @@ class WindowLabels:
     @property
     def any_positive(self) -> BoolArray:
         """Whether a window is positive for any class, shape (windows,)."""
-        return self.positive.any(axis=1)
+        return np.logical_or.reduce(self.positive, axis=1)
 
     @property
     def any_ignored(self) -> BoolArray:
         """Whether a window is positive for none and ignored for some class, shape (windows,)."""
-        return self.ignored.any(axis=1) & ~self.any_positive
+        return np.logical_or.reduce(self.ignored, axis=1) & ~self.any_positive
 
 
 def label_windows(
