@@ -84,7 +84,7 @@ class Cells:
     def pattern(self, pattern: int) -> Question:
         """Is this pattern on any lane class? Traces that are not exhaustive for it have no negatives."""
         windows = self.truth.windows
-        positive = windows.positive[:, :, pattern].any(axis=1)
+        positive: Bools = np.logical_or.reduce(windows.positive[:, :, pattern], axis=1)
         negative = ~windows.ignored[:, :, pattern].any(axis=1) & self.truth.exhaustive[windows.trace, pattern]
         stated, detected = (scores[:, :, pattern].max(axis=1) for scores in (self.stated, self.detected))
         return Question(_first_said(stated, detected), positive, positive | negative)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtraceap import __version__
+from torchtraceap.dataset.schema import SCHEMA_VERSION
 from torchtraceap.errors import UserError
 from torchtraceap.eval._segments import dropped_rows
 from torchtraceap.eval.bootstrap import interval, resample, whole
@@ -203,7 +204,7 @@ def score(
         provenance={
             "torchtraceap": __version__,
             "split": part.name,
-            "dataset_version": part.version,
+            "schema_version": SCHEMA_VERSION,
             "labels_sha256": part.fingerprint,
             "seed": seed,
             "resamples": resamples,

@@ -96,7 +96,6 @@ class Truth:
         ignored: Undecided and native ones. All others, benign ones too, are negatives.
         windows: With their labels.
         name: Of the split and slice.
-        version: Of the data set, as its files say; empty if they do not.
     """
 
     patterns: tuple[str, ...]
@@ -116,7 +115,6 @@ class Truth:
     ignored: Segments
     windows: Windows
     name: str = "test"
-    version: str = ""
 
     @classmethod
     def load(cls, dataset: Path, split: str = "test") -> Truth:
@@ -157,7 +155,6 @@ class Truth:
         catalogue: Mapping[str, Scope] | None = None,
         heldout: frozenset[tuple[str, str]] | None = None,
         name: str = "test",
-        version: str = "",
     ) -> Truth:
         """Build from tables in memory.
 
@@ -168,7 +165,6 @@ class Truth:
             catalogue: Scope of every pattern; the registry's by default.
             heldout: Pairs (pattern, variant) that train and validation never show; the registry's by default.
             name: Of the split.
-            version: Of the data set.
 
         Raises:
             UserError: A trace appears twice, or a row names an unknown trace or pattern.
@@ -243,7 +239,6 @@ class Truth:
             ignored=ignored,
             windows=true_windows,
             name=name,
-            version=version,
         )
 
     @cached_property
