@@ -7,11 +7,12 @@ injected is in it; look-alikes may be. A split unit is a connected component of 
 alphabetically first backbone family. Ops without any tensor of one dimension or more are not counted: they
 are alike in all models.
 
-**Split.** By unit, for each task on its own; a unit counts for the task that most of its traces have. Units
-are put in the order of a hash of seed and name, so that neither the order of the input nor other units of
-the task decide who comes first. Of n units the first max(1, round(0.2 n)) are test, the next
-max(1, round(0.1 n)) validation, the rest train; of two units one is test and one train, a single one is
-train. Halves are rounded up.
+**Split.** By unit, for each task on its own; a unit counts for the task that most of its traces have. The
+units of tasks that have only one are split together, as if they were of one task. Units are put in the
+order of a hash of seed and name, so that neither the order of the input nor other units of the task decide
+who comes first. Of n units the first max(1, round(0.2 n)) are test, the next max(1, round(0.1 n))
+validation, the rest train; of two units one is test and one train, a single one is train. Halves are
+rounded up.
 
 **Held-out variants.** A trace with an instance of one stays if its unit is in test. In a unit of train or
 validation it is left out of the data set.
@@ -161,8 +162,10 @@ def assign(members: Iterable[Member], units: Mapping[str, str], seed: int) -> di
         most = min(counts, key=lambda task: (-counts[task], task))
         by_task[most].append(unit)
 
+    alone = [names[0] for names in by_task.values() if len(names) == 1]
+    strata = [names for names in by_task.values() if len(names) > 1] + [alone]
     splits: dict[str, str] = {}
-    for names in by_task.values():
+    for names in strata:
         names.sort(key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
         test, validation = _sizes(len(names))
         for place, name in enumerate(names):

@@ -105,9 +105,19 @@ def test_shares_of_each_task(units, train, validation, test):
 
 def test_a_unit_counts_for_the_task_of_most_of_its_traces():
     shared = [member(f"s{i}", "resnet", task=task) for i, task in enumerate(("pose", "pose", "depth"))]
-    members = [*shared, *workloads(1, "depth")]
-    # One unit of pose and one of depth: each alone in its task, so both are train.
-    assert set(assign(members, split_units(members), seed=0).values()) == {"train"}
+    members = [*shared, *workloads(2, "depth")]
+    splits = assign(members, split_units(members), seed=0)
+    # The only unit of pose, and two of depth. Were it one of depth too, one of three would be validation.
+    assert splits.pop("resnet") == "train"
+    assert sorted(splits.values()) == ["test", "train"]
+
+
+def test_tasks_of_one_unit_are_split_together():
+    members = [*workloads(1, "pose"), *workloads(1, "depth"), *workloads(1, "other"), *workloads(2)]
+    splits = assign(members, split_units(members), seed=0)
+    both = [splits.pop(f"classification-net{i}") for i in range(2)]
+    assert sorted(both) == ["test", "train"]
+    assert sorted(splits.values()) == ["test", "train", "validation"]
 
 
 def test_the_seed_decides_who_is_in_test():
