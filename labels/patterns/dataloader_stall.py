@@ -8,7 +8,7 @@ is dropped and the sample passed on unchanged.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchtraceap.labels.pattern import Body, Loop, Pattern, Site, StageSite, State, Variant, register
 
@@ -26,7 +26,7 @@ def _jpeg() -> Tensor:
     shapes = torch.rand(1, 3, 50, 63, generator=generator)
     image = torch.nn.functional.interpolate(shapes, size=(400, 500), mode="bicubic")[0]
     image = image + 0.05 * torch.randn(image.shape, generator=generator)
-    return encode_jpeg((image.clamp(0, 1) * 255).to(torch.uint8), quality=90)
+    return cast("Tensor", encode_jpeg((image.clamp(0, 1) * 255).to(torch.uint8), quality=90))
 
 
 def decode_and_augment(sample: Any) -> Any:
@@ -38,7 +38,7 @@ def decode_and_augment(sample: Any) -> Any:
     from torchvision.io import decode_jpeg
     from torchvision.transforms.v2 import functional
 
-    image = decode_jpeg(_jpeg())
+    image = cast("Tensor", decode_jpeg(_jpeg()))
     image = functional.resized_crop(image, 20, 30, 360, 440, [224, 224], antialias=True)
     image = functional.to_dtype(functional.horizontal_flip(image), torch.float32, scale=True)
     functional.normalize(image, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
