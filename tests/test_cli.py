@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
+from traces import random_record
 
 from torchtraceap import console
 from torchtraceap.cli import main
-from torchtraceap.dataset.parquet import read_traces
+from torchtraceap.dataset.build import SESSION_KEY
+from torchtraceap.dataset.parquet import read_traces, write_traces
 from torchtraceap.errors import UserError
+from torchtraceap.labels.pattern import PATTERNS
 
 EVENTS = [
     {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 10, "dur": 90},
@@ -252,3 +256,120 @@ def test_json_has_no_nan_and_no_raw_characters(capsys):
     text = capsys.readouterr().out
     assert text.isascii()
     assert json.loads(text) == {"a": None, "b": 0.5, "c": "\u202e\x9b", "d": [0, 1]}
+
+
+HARDWARE = {
+    "hardware_id": "cpu-test", "device_kind": "cuda", "device_name": "device", "device_count": 1,
+    "compute_units": 1, "memory_gib": 1.0, "driver": "1", "runtime": "CUDA 13.0", "cpu_name": "cpu",
+    "cpu_cores": 1, "ram_gib": 1.0, "os": "Linux", "python": "3.11", "torch": "2.14", "libraries": "{}",
+    "emulated": False,
+}  # fmt: skip
+
+
+def catalogued(record):
+    """The record with variants that the catalogue knows, so that it passes for a collected one."""
+
+    def known(instance):
+        pattern = PATTERNS[instance.pattern]
+        twins = pattern.lookalikes if instance.source == "lookalike" else pattern.variants
+        return msgspec.structs.replace(instance, variant=twins[0].name)
+
+    record.instances = [known(instance) for instance in record.instances]
+    record.meta["hardware_id"] = HARDWARE["hardware_id"]
+    return record
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Built by the command from a run of six workloads with two traces each."""
+    folder = tmp_path_factory.mktemp("dataset")
+    records = [catalogued(random_record(seed, gpu=True)) for seed in range(12)]
+    for seed, record in enumerate(records):
+        record.meta |= {"backbone_family": f"backbone{seed // 2}", "task": "classification"}
+    session = {
+        "hardware": HARDWARE,
+        "instances": [
+            {"trace_id": record.trace_id, "instance": index, "p_costly": 0.001}
+            for record in records
+            for index in range(len(record.instances))
+        ],
+    }
+    write_traces(folder / "run" / "shards" / "job.parquet", records, {SESSION_KEY: json.dumps(session)})
+    assert main(["build", str(folder / "run"), "-o", str(folder / "data")]) == 0
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def submissions(dataset):
+    """What two detectors say of the training split."""
+    paths = [dataset.parent / name for name in ("everything", "nothing")]
+    for path in paths:
+        words = ["detect", str(dataset), "--detector", path.name, "--split", "train", "-o", str(path)]
+        assert main(words) == 0
+    return paths
+
+
+def test_build_json(traceap, dataset, tmp_path):
+    code, text, _ = traceap("build", dataset.parent / "run", "-o", tmp_path / "data", "--json")
+    report = json.loads(text)
+    assert code == 0
+    assert sum(report["traces"].values()) + report["left_out"] == 12
+    assert sum(report["units"].values()) == 6
+
+
+def test_build_refuses_a_data_set_that_exists(traceap, dataset):
+    before = sorted(path.name for path in dataset.rglob("*"))
+    refused(traceap("build", dataset.parent / "run", "-o", dataset), str(dataset), "--force")
+    assert sorted(path.name for path in dataset.rglob("*")) == before
+
+
+def test_score_ranks(traceap, dataset, submissions):
+    code, text, _ = traceap("score", dataset, *submissions, "--split", "train", "--resamples", 20, "--json")
+    board = json.loads(text)
+    values = [row["scores"][board["ranking_metric"]]["value"] for row in board["rows"]]
+    assert (code, [row["rank"] for row in board["rows"]]) == (0, [1, 2])
+    assert {row["card"]["name"] for row in board["rows"]} == {"everything", "nothing"}
+    assert values[0] >= values[1] == 0
+    code, table, _ = traceap("score", dataset, *submissions, "--split", "train", "--resamples", 20)
+    assert code == 0
+    assert "everything" in table
+
+
+def test_report_is_a_page(traceap, dataset, submissions, tmp_path):
+    out = tmp_path / "report.html"
+    code, text, _ = traceap(
+        "report", dataset, submissions[0], "--split", "train", "--resamples", 0, "--traces", 1, "-o", out
+    )
+    assert (code, text) == (0, f"{out}\n")
+    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"end_ns": -5}, "row 2"),
+        ({"lane": "tpu"}, "tpu"),
+        ({"score": "high"}, "row 2"),
+        ({"trace_id": "\x1b[2J"}, "row 2"),
+        ({"pattern": "\x1b[2J"}, "row 2"),
+    ],
+)
+def test_a_bad_row_is_named_on_one_harmless_line(traceap, dataset, submissions, tmp_path, changes, part):
+    good = {
+        "trace_id": trace_ids(dataset)[0],
+        "pattern": "host_sync",
+        "lane": "cpu",
+        "start_ns": 0,
+        "end_ns": 9,
+    }
+    rows = [good | {"score": 1.0}, good | {"score": 1.0} | changes]
+    tmp_path.joinpath("card.yaml").write_bytes(submissions[0].joinpath("card.yaml").read_bytes())
+    tmp_path.joinpath("detections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = traceap("score", dataset, tmp_path, "--split", "train")
+    refused(result, part)
+    assert "row 1:" not in result[2]
+    assert "\x1b" not in result[2]
+
+
+def trace_ids(dataset):
+    return [record.trace_id for record in read_traces(dataset.glob("data/traces-train-*.parquet"))]

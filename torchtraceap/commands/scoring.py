@@ -110,10 +110,16 @@ def score_all(
 
     truth = Truth.load(dataset, split)
     with console.progress() as bar:
-        return [
-            scorer.score(truth, read_submission(path), slice=slice_name, resamples=resamples, seed=seed)
-            for path in bar.track(submissions, description="scoring")
-        ]
+        results = []
+        for path in bar.track(submissions, description="scoring"):
+            submission = read_submission(path)
+            try:
+                results.append(
+                    scorer.score(truth, submission, slice=slice_name, resamples=resamples, seed=seed)
+                )
+            except UserError as error:  # the scorer does not know which of several it is
+                raise UserError(f"{path}: {error}") from error
+        return results
 
 
 def report(
