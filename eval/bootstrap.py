@@ -47,6 +47,12 @@ def resample(stratum: NDArray[np.int64], resamples: int, seed: int) -> Weights:
     return weights
 
 
+def pool_singletons(stratum: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Put all units that are alone in their stratum into one, -1: drawn alone they would show no spread."""
+    _, which, size = np.unique(stratum, return_inverse=True, return_counts=True)
+    return np.where(size[which] == 1, -1, stratum)
+
+
 def interval(samples: NDArray[np.float64], level: float = 0.95) -> tuple[float, float] | None:
     """Percentile interval of the defined samples; None without any."""
     defined = samples[np.isfinite(samples)]

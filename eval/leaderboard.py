@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
+from torchtraceap.console import safe
 from torchtraceap.errors import UserError
 from torchtraceap.eval.metrics import METRIC_BY_NAME, RANKING_METRIC
 from torchtraceap.eval.scorer import Score, ScoreResult, compare
@@ -70,7 +70,7 @@ def leaderboard(results: Sequence[ScoreResult], columns: Sequence[str] = tuple(C
         arrow = "" if METRIC_BY_NAME[name].higher_is_better else " ↓"
         table.add_column(f"{COLUMNS.get(name, name)}{arrow}", justify="right", no_wrap=True)
     for rank, result in enumerate(order, start=1):
-        name = escape(f"{result.card.name} {result.card.version}")
+        name = safe(f"{result.card.name} {result.card.version}")
         table.add_row(str(rank), name, *(_cell(result.scores[column]) for column in columns))
     return table
 

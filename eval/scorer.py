@@ -15,7 +15,7 @@ from torchtraceap import __version__
 from torchtraceap.dataset.schema import SCHEMA_VERSION
 from torchtraceap.errors import UserError
 from torchtraceap.eval._segments import dropped_rows
-from torchtraceap.eval.bootstrap import interval, resample, whole
+from torchtraceap.eval.bootstrap import interval, pool_singletons, resample, whole
 from torchtraceap.eval.evidence import Evidence
 from torchtraceap.eval.metrics import METRIC_BY_NAME, METRICS
 from torchtraceap.eval.rows import rows_of, window_rows_of
@@ -137,18 +137,21 @@ def score(
         truth: A whole split.
         submission: Its rows may lie in any trace of the split.
         slice: Traces to score, see :meth:`Truth.slice`.
-        resamples: Of the bootstrap over split units, stratified by task; 0 for no intervals.
+        resamples: Of the bootstrap over split units, stratified by task (tasks of a single unit count as
+            one). Without any, and for a single unit, there are no intervals.
         seed: Of the bootstrap. Results with equal truth, seed and resamples are paired.
         class_rule: Which patterns macro scores average over.
 
     Raises:
-        UserError: The submission names unknown traces, patterns or windows, or the slice is unknown.
+        UserError: The submission names unknown traces, patterns or windows, or the slice is unknown or empty.
     """
     if not 0 <= resamples <= MAX_RESAMPLES:
         raise UserError(f"{resamples} resamples; possible: 0 to {MAX_RESAMPLES}")
     class_rule = class_rule or ClassRule()
     rows = rows_of(submission.detections, truth)
     part = truth.slice(slice)
+    if not part.included.any():
+        raise UserError(f"{part.name} has no traces to score")
     classes, how = class_rule.apply(part)
     evidence = Evidence(
         truth=part,
@@ -158,8 +161,11 @@ def score(
         classes=classes,
     )
     present = np.unique(part.unit[part.included])
-    weights = np.zeros((len(part.units), resamples))
-    weights[present] = resample(part.task_of_unit[present], resamples, seed)
+    drawn_units = resample(pool_singletons(part.task_of_unit[present]), resamples, seed)
+    weights = np.zeros(
+        (len(part.units), resamples if len(present) > 1 else 0)
+    )  # of one unit there is no spread
+    weights[present] = drawn_units[:, : weights.shape[1]]
 
     scores: dict[str, Score] = {}
     samples: dict[str, NDArray[np.float64]] = {}

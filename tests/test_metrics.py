@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from torchtraceap.eval.bootstrap import f1, interval, macro, ratio, resample, whole
+from torchtraceap.eval.bootstrap import f1, interval, macro, pool_singletons, ratio, resample, whole
 from torchtraceap.eval.intervals import Line, covered_share, pairs_above, ranges, tiou, union_length
 from torchtraceap.eval.matching import Pairs, match_greedily, match_most
 from torchtraceap.eval.ranking import Ranking
@@ -206,6 +206,10 @@ def test_resamples_keep_the_size_of_each_stratum() -> None:
     assert weights[0].min() == 0  # others are not
     assert np.array_equal(weights, resample(stratum, 200, seed=3))
     assert not np.array_equal(weights, resample(stratum, 200, seed=4))
+
+
+def test_strata_of_one_unit_are_pooled() -> None:
+    assert pool_singletons(ints(4, 7, 4, 9)).tolist() == [4, -1, 4, -1]
 
 
 def test_f1_and_ratio_of_resampled_sums() -> None:

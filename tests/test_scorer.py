@@ -579,6 +579,12 @@ def test_intervals_hold_the_score_and_depend_on_the_seed_only() -> None:
     assert one.provenance != other.provenance
 
 
+def test_a_single_unit_has_no_interval() -> None:
+    truth = truth_of(a=T([S(100, 200)]))
+    got = result(truth, row(100, 200), resamples=50).scores["segment_map"]
+    assert (got.value, got.low, got.high) == (1.0, None, None)
+
+
 def test_comparison_is_paired() -> None:
     better, worse = (result(MANY, *found(n), resamples=200) for n in (3, 2))
     delta = compare(better, worse)["segment_map"]
@@ -715,3 +721,6 @@ def test_missing_files_splits_and_withheld_labels(tmp_path: Path) -> None:
     write_table(tmp_path / shard_path("windows", "test"), WINDOWS.empty_table(), WINDOWS)
     with pytest.raises(UserError, match="withheld"):
         Truth.load(tmp_path)
+    write_traces(tmp_path / shard_path("traces", "test"), [])
+    with pytest.raises(UserError, match="test has no traces to score"):
+        score(Truth.load(tmp_path), Submission.of(CARD, []))
