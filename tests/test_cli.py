@@ -206,7 +206,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     [
         (UserError("bad\nnews \x1b[31m[red]"), 2, "traceap: bad\\nnews \\x1b[31m[red]\n"),
         (PermissionError(13, "Permission denied", "/x/y"), 2, "traceap: /x/y: Permission denied\n"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "traceap: interrupted\n"),
     ],
 )
 def test_ends(traceap, monkeypatch, error, code, line):

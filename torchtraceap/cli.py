@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        result = INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return INCOMPLETE
@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         hint = f" See: {context.command_path} --help" if context is not None else ""
         return _refuse(error.format_message() + hint)
+    if result == INTERRUPTED:
+        sys.stderr.write("traceap: interrupted\n")
     return result if isinstance(result, int) else 0
 
 
