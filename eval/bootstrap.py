@@ -70,11 +70,6 @@ def mean_defined(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def macro(by_class: Statistic) -> Statistic:
-    """Mean over the classes."""
-    return lambda weights: mean_defined(by_class(weights))
-
-
 def mean(statistics: list[Statistic]) -> Statistic:
     """Mean of several statistics of equal shape."""
     return lambda weights: np.mean([statistic(weights) for statistic in statistics], axis=0)

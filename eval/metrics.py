@@ -8,9 +8,10 @@ from functools import partial
 from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchtraceap.eval import _segments, _steps, _windows
-from torchtraceap.eval.bootstrap import Statistic, macro, mean, stack
+from torchtraceap.eval.bootstrap import Statistic, mean, mean_defined, stack
 from torchtraceap.eval.evidence import Evidence
 from torchtraceap.eval.intervals import Ints
 from torchtraceap.eval.located import THRESHOLDS
@@ -47,9 +48,9 @@ class Metric:
         every = {"local": evidence.local_classes, "step": evidence.step_classes}
         return every.get(self.by_class, np.flatnonzero(evidence.classes))
 
-    def total(self, by_class: Statistic) -> Statistic:
-        """The score itself, from what ``compute`` returned."""
-        return by_class if self.by_class is None else macro(by_class)
+    def total(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The score itself, shape (resamples,), from values of what ``compute`` returned."""
+        return values if self.by_class is None else mean_defined(values)
 
 
 RANKING_METRIC: Final = "segment_map"

@@ -166,26 +166,25 @@ def score(
         (len(part.units), resamples if len(present) > 1 else 0)
     )  # of one unit there is no spread
     weights[present] = drawn_units[:, : weights.shape[1]]
+    every = whole(len(part.units))
 
     scores: dict[str, Score] = {}
     samples: dict[str, NDArray[np.float64]] = {}
     for metric in METRICS:
         statistic = metric.compute(evidence)
-        plain, drawn = statistic(whole(len(part.units))), statistic(weights)
+        plain, drawn = statistic(every), statistic(weights)
         by_pattern = {
             part.patterns[pattern]: _score(plain[row], drawn[row])
             for row, pattern in enumerate(metric.classes(evidence).tolist())
         }
-        total = metric.total(lambda _, values=plain: values)(weights)
-        samples[metric.name] = metric.total(lambda _, values=drawn: values)(weights)
-        scores[metric.name] = _score(total, samples[metric.name], by_pattern)
+        samples[metric.name] = metric.total(drawn)
+        scores[metric.name] = _score(metric.total(plain), samples[metric.name], by_pattern)
 
     strict = evidence.without_ignoring()
-    every = whole(len(part.units))
     return ScoreResult(
         card=submission.card,
         scores=scores,
-        without_ignoring={m.name: _number(m.total(m.compute(strict))(every)) for m in METRICS},
+        without_ignoring={m.name: _number(m.total(m.compute(strict)(every))) for m in METRICS},
         classes={
             "local": [part.patterns[i] for i in evidence.local_classes],
             "step": [part.patterns[i] for i in evidence.step_classes],

@@ -36,7 +36,7 @@ over all patterns (task 1), not in those by pattern and not in the classificatio
 MAX_ROWS = 2_000_000
 MAX_BYTES = 512 * 2**20
 """Largest file, and largest unpacked size that a Parquet file may declare times four."""
-MAX_CARD_BYTES = 64 * 2**10
+MAX_CARD_BYTES = 16 * 2**10
 MAX_TEXT = 200
 """Most characters of an id, pattern or lane."""
 MAX_PROBLEMS = 20

@@ -528,7 +528,7 @@ _rows = st.lists(
 
 
 @given(_rows, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 def test_order_of_rows_never_matters(rows: list[Detection], random) -> None:
     shuffled = random.sample(rows, len(rows))
     one, other = (result(BOTH, *some, resamples=20).to_dict() for some in (rows, shuffled))
