@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -110,13 +111,16 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def _hardware_id(row: dict[str, Any]) -> str:
-    """A slug that is equal on equal machines: device, and for a CPU the number of cores it may use."""
+    """A slug that is equal on equal machines with equal software: the device, and a digest of the rest."""
     name = re.sub(r"[^a-z0-9]+", "-", str(row["device_name"]).lower()).strip("-")
     if row["device_kind"] == "cpu":
         name = f"cpu-{name}-{row['cpu_cores']}c"
     elif row["device_count"] > 1:
         name = f"{name}-x{row['device_count']}"
-    return f"{name}-torch{'.'.join(str(row['torch']).split('+')[0].split('.')[:2])}"
+    # Software changes traces as much as hardware does: another torch or driver is another id.
+    identity = [row[key] for key in sorted(row) if key not in ("memory_gib", "ram_gib")]
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:6]
+    return f"{name}-{digest}"
 
 
 def _cpu_name() -> str:

@@ -4,6 +4,7 @@ Only where every instance is known can a further prediction be called a false al
 conservative: without proof of absence a pattern is left out, and predictions of it are then not counted.
 
 * host_sync: no blocking call of the runtime lies inside a step of the clean trace.
+* pageable_h2d: the clean trace names the memory of its copies to the device, and none is pageable.
 * python_loop_over_batch: twice the batch dispatches as many operators.
 * redundant_copy: no dispatched copy has the strides and type of its source.
 * dtype_ping_pong: no cast back to the type that a value had at most two operators before.
@@ -133,6 +134,9 @@ def exhaustive(absent: set[str], clean: Trace, has_gpu: bool) -> list[str]:
     known = absent | {pattern.id for pattern in PATTERNS if not pattern.native_risk}
     if has_gpu and not blocking_calls(clean).any():
         known.add("host_sync")
+    to_device = [op.name for op in clean.ops if op.category == "gpu_memcpy" and "HtoD" in op.name]
+    if to_device and all("Pinned" in name for name in to_device):
+        known.add("pageable_h2d")
     if not has_gpu:
         known |= {pattern.id for pattern in PATTERNS if pattern.needs_gpu}
     return sorted(known & set(PATTERNS.names()))

@@ -6,6 +6,7 @@ body acts there is decided anew at each call, so that clean and injected steps r
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -185,9 +186,12 @@ class TrainingLoop:
     def make_optimizer(self, **changes: Any) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise ValueError("an inference loop has no optimizer")
-        settings = {key: value for key, value in self.optimizer.defaults.items() if key not in changes}
+        kind = type(self.optimizer)
+        # `defaults` also holds what a base class decided; only what the constructor takes can be passed on.
+        takes = inspect.signature(kind).parameters
+        settings = {key: value for key, value in self.optimizer.defaults.items() if key in takes}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return type(self.optimizer)(parameters, **settings | changes)
+        return kind(parameters, **settings | changes)
 
     def module_calls(self) -> list[ModuleCall]:
         if self._calls is None:

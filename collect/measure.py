@@ -14,7 +14,7 @@ from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS, Cost, conclude, look
 
-BLOCK_SECONDS = 0.15
+BLOCK_SECONDS = 0.06
 """A block is as many steps as fit in this, within the bounds below."""
 
 BLOCK_STEPS = (2, 10)

@@ -18,9 +18,15 @@ PROFILED_STEPS = 3
 WARMUP_STEPS = 2
 
 
-def profile_steps(loop: TrainingLoop) -> Trace:
-    """Profile the loop's next steps, with markers; shapes on, stacks and memory off."""
-    plan = schedule(wait=0, warmup=WARMUP_STEPS, active=PROFILED_STEPS, repeat=1)
+def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
+    """Profile the loop's next steps, with markers; shapes on, stacks and memory off.
+
+    Args:
+        loop: Warm, armed as the trace shall have it.
+        settle: Steps that what is armed takes to settle; the profiler warms up at least so long.
+    """
+    warmup = max(WARMUP_STEPS, settle)
+    plan = schedule(wait=0, warmup=warmup, active=PROFILED_STEPS, repeat=1)
     loop.marking = True
     try:
         with (
@@ -29,8 +35,8 @@ def profile_steps(loop: TrainingLoop) -> Trace:
                 activities=devices.activities(loop.device), schedule=plan, record_shapes=True, acc_events=True
             ) as profiler,
         ):
-            for number in range(WARMUP_STEPS + PROFILED_STEPS):
-                step = number - WARMUP_STEPS
+            for number in range(warmup + PROFILED_STEPS):
+                step = number - warmup
                 loop.profiled_step = step if step >= 0 else None
                 loop.step()
                 profiler.step()

@@ -21,6 +21,7 @@ from torchtraceap.collect.measure import block_steps, measure_cost, median_clean
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import Injection, Job
 from torchtraceap.dataset.parquet import write_traces
+from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost
@@ -28,9 +29,6 @@ from torchtraceap.labels.pattern import PATTERNS, Pattern, Variant, choose
 from torchtraceap.labels.types import Instance, Segment, State
 
 WARMUP_STEPS = 3
-SESSION_KEY = "torchtraceap.session"
-"""Key in a shard's file metadata: JSON of how its traces were made, with the raw step times."""
-
 Progress = Callable[[str], None]
 
 
@@ -48,12 +46,20 @@ class Injected:
     def name(self) -> str:
         return f"{self.pattern.id}/{self.variant.name}"
 
+    def mean_ms(self, steps: int) -> float:
+        """Its cost averaged over ``steps`` profiled steps, in not all of which it need act."""
+        assert self.cost is not None
+        acting = self.placement.steps
+        return self.cost.ms * (1.0 if acting is None else len(acting) / steps)
+
     def instance(self) -> Instance:
         """What the trace says of it; costs must have been measured."""
         assert self.cost is not None
         state: State = self.cost.state
-        if self.is_lookalike and state == "costly":
-            state = "undecided"  # it is no instance of the pattern, and yet not harmless here
+        if self.is_lookalike:
+            # Harmless by construction; the measurement can only object. What it finds costly here is still
+            # no instance of the pattern, and so nothing that a detector should be judged by.
+            state = "undecided" if state == "costly" else "benign"
         return Instance(
             pattern=self.pattern.id,
             variant=self.variant.name,
@@ -161,8 +167,8 @@ class Session:
         plan = [(one, False) for one in self.job.injections]
         if self.job.lookalike is not None:
             plan.append((self.job.lookalike, True))
-        # Step-wide patterns may start loader workers: these must be forked before the dry run computes.
-        plan.sort(key=lambda item: PATTERNS[item[0].pattern].scope != "step")
+        # Loader workers must be forked before the dry run, which others ask for, computes anything.
+        plan.sort(key=lambda item: not PATTERNS[item[0].pattern].variant(item[0].variant).starts_workers)
         for one, is_lookalike in plan:
             self._place_one(one, is_lookalike)
         if self.job.injections and all(one.is_lookalike for one in self.injected):
@@ -176,7 +182,8 @@ class Session:
         if not sites:
             self.skipped.append(f"{pattern.id}/{variant.name}: {reason or 'no place for it in this model'}")
             return
-        every_step = self.rng.random() < 0.5
+        # What takes longer to settle than the profiler warms up cannot be toggled from step to step.
+        every_step = self.rng.random() < 0.5 or variant.settle_steps > profiling.WARMUP_STEPS
         placement = Placement(
             index=len(self.injected),
             sites=sites,
@@ -195,7 +202,7 @@ class Session:
             self.loop.step()
         for one in self.injected:
             one.placement.armed = True
-            for _ in range(2):
+            for _ in range(max(2, one.variant.settle_steps)):
                 self.loop.step()
             one.placement.armed = False
         devices.synchronize(self.loop.device)
@@ -224,7 +231,8 @@ class Session:
         for one in arm:
             one.placement.armed = True
         try:
-            whole = profiling.profile_steps(self.loop)
+            settle = max((one.variant.settle_steps for one in arm), default=0)
+            whole = profiling.profile_steps(self.loop, settle)
         finally:
             for one in arm:
                 one.placement.armed = False
@@ -240,7 +248,7 @@ class Session:
         arm, segments = self._seen(arm, segments)
         instances = [one.instance() for one in arm]
         spec, loop = self.loop.spec, self.loop
-        step_ms = self.clean_ms * math.prod(instance.cost_ratio for instance in instances)
+        step_ms = self.clean_ms + sum(one.mean_ms(profiling.PROFILED_STEPS) for one in arm)
         record = TraceRecord(
             trace=trace,
             meta={

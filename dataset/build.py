@@ -32,7 +32,9 @@ from torchtraceap.files import write_text
 from torchtraceap.labels.markers import PREFIX
 from torchtraceap.labels.multiplicity import discoveries
 
-SESSION_KEY = "torchtraceap.session"
+MEMORY = ("memory_gib", "ram_gib")
+"""Columns of the hardware that may grow between visits to one machine: virtual ones get theirs by and by."""
+
 SCHEMAS = {
     "traces": schema.TRACES,
     "windows": WINDOWS,
@@ -197,7 +199,14 @@ class _Survey:
         hardware_id = str(row["hardware_id"])
         known, source = self.hardware.setdefault(hardware_id, (table, shard))
         old, new = known.to_pylist()[0], table.to_pylist()[0]
-        if differing := [f"{name} {old[name]} / {new[name]}" for name in old if old[name] != new[name]]:
+        grown = [name for name in MEMORY if new[name] > old[name]]
+        if grown:
+            self.hardware[hardware_id] = (table, shard)
+        if differing := [
+            f"{name} {old[name]} / {new[name]}"
+            for name in old
+            if name not in MEMORY and old[name] != new[name]
+        ]:
             raise UserError(
                 f"{shard} and {source} disagree on hardware {hardware_id}: {'; '.join(differing)}. "
                 "Build them apart, or collect one of them again"
@@ -358,13 +367,15 @@ def _shards(runs: Sequence[Path]) -> list[Path]:
 
 
 def _read_session(shard: Path) -> _Session:
-    text = read_metadata(shard).get(SESSION_KEY)
+    text = read_metadata(shard).get(schema.SESSION_KEY)
     if text is None:
-        raise UserError(f"{shard} has no {SESSION_KEY} in its metadata: it was not written by a collection")
+        raise UserError(
+            f"{shard} has no {schema.SESSION_KEY} in its metadata: it was not written by a collection"
+        )
     try:
         return msgspec.json.decode(text, type=_Session)
     except msgspec.DecodeError as error:
-        raise UserError(f"{shard}: {SESSION_KEY} in its metadata is broken: {error}") from None
+        raise UserError(f"{shard}: {schema.SESSION_KEY} in its metadata is broken: {error}") from None
 
 
 def _require_ours(data: Path) -> None:

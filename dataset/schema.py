@@ -16,6 +16,9 @@ CANARY = (
 )
 """In the metadata of every file, so that leaked test data can be found."""
 
+SESSION_KEY = "torchtraceap.session"
+"""Key in the metadata of a collected shard: JSON of how its traces were made, with the raw step times."""
+
 SPLITS = ("train", "validation", "test")
 TASKS = ("classification", "detection", "segmentation", "generation", "depth", "pose", "other")
 MODES = ("train", "infer")

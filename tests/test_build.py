@@ -15,8 +15,9 @@ from datasets import load_dataset
 from traces import random_record
 
 from torchtraceap.dataset import card, schema, splits
-from torchtraceap.dataset.build import SCHEMAS, SESSION_KEY, build
+from torchtraceap.dataset.build import SCHEMAS, build
 from torchtraceap.dataset.parquet import read_table, read_traces, write_traces
+from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.errors import UserError
 

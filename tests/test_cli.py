@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from traces import random_record
 
 from torchtraceap import console
 from torchtraceap.cli import main
-from torchtraceap.dataset.build import SESSION_KEY
+from torchtraceap.collect import runner
+from torchtraceap.collect.model import ZOO
+from torchtraceap.collect.plan import make_plan
+from torchtraceap.commands import collecting, demo
+from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.parquet import read_traces, write_traces
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS
@@ -373,3 +378,72 @@ def test_a_bad_row_is_named_on_one_harmless_line(traceap, dataset, submissions, 
 
 def trace_ids(dataset):
     return [record.trace_id for record in read_traces(dataset.glob("data/traces-train-*.parquet"))]
+
+
+@pytest.fixture
+def fake_runner(monkeypatch):
+    """A runner that ends workloads by the outcomes given to it, in turn: a number of traces, or a complaint."""
+
+    def install(*outcomes):
+        def run(plan, out, *, on_event, **_):
+            report = runner.RunReport()
+            for job, outcome in zip(plan, outcomes, strict=True):
+                on_event(runner.JobEvent("start", job))
+                if isinstance(outcome, int):
+                    report.done.append(job.name)
+                    report.traces += outcome
+                    on_event(runner.JobEvent("done", job, result={"traces": outcome}))
+                else:
+                    report.failed[job.name] = outcome
+                    on_event(runner.JobEvent("failed", job, text=outcome))
+            return report
+
+        monkeypatch.setattr(runner, "collect", run)
+        monkeypatch.setattr(collecting, "resolve_device", lambda name: ("cpu", "cpu"))
+
+    return install
+
+
+def test_collect_ends_with_1_when_a_workload_failed(traceap, fake_runner, tmp_path):
+    fake_runner(3, "no \x1bmemory")
+    code, text, err = traceap("collect", "-o", tmp_path / "run", "--model", "timm/resnet18", "--json")
+    report = json.loads(text)
+    (done,), ((failed, why),) = report["done"], report["failed"].items()
+    assert (code, report["traces"], why) == (1, 3, "no \x1bmemory")
+    assert done.startswith("timm-resnet18_train_")
+    assert failed.startswith("timm-resnet18_infer_")
+    assert f"{failed}: failed after 0 s: no \\x1bmemory\n" in err
+
+
+def test_collect_ends_with_0_when_all_is_done(traceap, fake_runner, tmp_path):
+    fake_runner(3, 2)
+    code, text, _ = traceap("collect", "-o", tmp_path / "run", "--model", "timm/resnet18")
+    assert code == 0
+    assert text.startswith("5 traces of 2 workloads in ")
+
+
+def test_no_workload_starts_once_the_budget_is_spent(fake_runner, tmp_path):
+    fake_runner(3, 2)
+    plan = make_plan(["timm/resnet18"], device_type="cpu")
+    options = {"device": "cpu", "resume": False, "time_limit": 1, "event_cap": 1}
+    assert collecting.run_plan(plan, tmp_path, **options, budget=math.inf).traces == 5
+    spent = collecting.run_plan(plan, tmp_path, **options, budget=-1)
+    assert (spent.done, spent.failed, spent.traces) == ([], {}, 0)
+
+
+@pytest.mark.slow
+def test_demo_of_one_model(traceap, monkeypatch, tmp_path):
+    for spec in ZOO:
+        monkeypatch.setitem(spec.__dict__, "small", spec.name == "torchvision/lraspp_mobilenet_v3_large")
+    monkeypatch.setattr(demo, "MODES", ("infer", "train"))
+    monkeypatch.setattr(demo, "TIME_LIMIT", 280.0)
+    out = tmp_path / "demo"
+    code, text, err = traceap("demo", "-o", out, "--device", "cpu")
+    assert code == 0, err
+    assert (
+        "traces: 3 train\n" in text or "traces: 2 train\n" in text
+    )  # those with a held-out variant stay out
+    for detector in demo.DETECTORS:
+        assert f"{detector} " in text
+    assert text.endswith(f"report: {out / 'report.html'}\n")
+    refused(traceap("demo", "-o", out), "exists")
