@@ -161,11 +161,9 @@ def score(
         classes=classes,
     )
     present = np.unique(part.unit[part.included])
-    drawn_units = resample(pool_singletons(part.task_of_unit[present]), resamples, seed)
-    weights = np.zeros(
-        (len(part.units), resamples if len(present) > 1 else 0)
-    )  # of one unit there is no spread
-    weights[present] = drawn_units[:, : weights.shape[1]]
+    draws = resamples if len(present) > 1 else 0  # of one unit there is no spread
+    weights = np.zeros((len(part.units), draws))
+    weights[present] = resample(pool_singletons(part.task_of_unit[present]), draws, seed)
     every = whole(len(part.units))
 
     scores: dict[str, Score] = {}
