@@ -18,8 +18,8 @@ from torchtraceap.collect import runner
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import make_plan
 from torchtraceap.commands import collecting, demo
-from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.parquet import read_traces, write_traces
+from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS
 
@@ -382,7 +382,7 @@ def trace_ids(dataset):
 
 @pytest.fixture
 def fake_runner(monkeypatch):
-    """A runner that ends workloads by the outcomes given to it, in turn: a number of traces, or a complaint."""
+    """A runner whose workloads end as told, in turn: with a number of traces, or a complaint."""
 
     def install(*outcomes):
         def run(plan, out, *, on_event, **_):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -120,22 +122,58 @@ def resolve_device(name: str) -> tuple[str, str]:
     return str(device), device.type
 
 
+class _BudgetSpent(Exception):
+    """Leaves the runner between two workloads."""
+
+
 def run_plan(
-    plan: Sequence[Job], out: Path, *, device: str, resume: bool, time_limit: float, event_cap: int
+    plan: Sequence[Job],
+    out: Path,
+    *,
+    device: str,
+    resume: bool,
+    time_limit: float,
+    event_cap: int,
+    budget: float = math.inf,
 ) -> RunReport:
-    """Run a plan with progress on stderr: a line a finished workload, and what is going on now."""
+    """Run a plan with progress on stderr: a line a finished workload, and what is going on now.
+
+    Once ``budget`` seconds are spent, no further workload starts; the report then lacks those that are left.
+    """
+    from torchtraceap.collect.runner import RunReport
     from torchtraceap.collect.runner import collect as run
 
-    with _following(len(plan)) as on_event:
-        return run(
-            plan,
-            out,
-            device=device,
-            resume=resume,
-            time_limit=time_limit,
-            event_cap=event_cap,
-            on_event=on_event,
-        )
+    begin = time.monotonic()
+    so_far = RunReport()
+
+    with _following(len(plan)) as show:
+
+        def on_event(event: JobEvent) -> None:
+            name = event.job.name
+            if event.kind == "start" and time.monotonic() - begin > budget:
+                raise _BudgetSpent
+            if event.kind == "done":
+                so_far.done.append(name)
+                so_far.traces += (event.result or {}).get("traces", 0)
+            elif event.kind == "failed":
+                so_far.failed[name] = event.text
+            elif event.kind == "skipped":
+                so_far.skipped.append(name)
+            show(event)
+
+        try:
+            return run(
+                plan,
+                out,
+                device=device,
+                resume=resume,
+                time_limit=time_limit,
+                event_cap=event_cap,
+                on_event=on_event,
+            )
+        except _BudgetSpent:
+            so_far.seconds = time.monotonic() - begin
+            return so_far
 
 
 @contextmanager
