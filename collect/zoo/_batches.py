@@ -22,8 +22,8 @@ HEAVY: BatchSizes = {
 }
 """High resolutions, video and diffusion models."""
 
-GPU_ONLY: BatchSizes = {
+NO_CPU_TRAINING: BatchSizes = {
     "gpu": {"train": (2, 8), "infer": (1, 8)},
-    "cpu": {"train": (), "infer": ()},
+    "cpu": {"train": (), "infer": (1,)},
 }
-"""Hundreds of millions of parameters: optimizer states and step times out of a CPU's reach."""
+"""Hundreds of millions of parameters: gradients and optimizer states are out of a CPU's reach."""
