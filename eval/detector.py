@@ -8,10 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torchtraceap
-from torchtraceap.dataset.schema import DETECTOR_META
+from torchtraceap.dataset.parquet import read_table, read_traces
+from torchtraceap.dataset.schema import DETECTOR_META, HARDWARE, SPLITS
 from torchtraceap.dataset.trace import Trace, TraceRecord
+from torchtraceap.errors import UserError
 from torchtraceap.eval.submission import Detection, Submission, SubmissionCard, WindowScore
 from torchtraceap.registry import Registry
 
@@ -108,3 +111,21 @@ def run(
         if progress:
             progress(done)
     return Submission.of(detector.card(), detections, window_scores)
+
+
+def run_split(
+    detector: Detector, dataset: Path, split: str, progress: Callable[[int], None] | None = None
+) -> Submission:
+    """Let a detector loose on a split of a dataset folder; see :func:`run`.
+
+    Raises:
+        UserError: There is no such split or no such data, or the detector returned an impossible row.
+    """
+    if split not in SPLITS:
+        raise UserError(f"unknown split {split!r}; possible: {', '.join(SPLITS)}")
+    traces = sorted((dataset / "data").glob(f"traces-{split}-*.parquet"))
+    if not traces:
+        raise UserError(f"{dataset}: no data/traces-{split}-*.parquet; a data set folder is needed")
+    rows = read_table(sorted((dataset / "data").glob("hardware-*.parquet")), HARDWARE).to_pylist()
+    hardware = {str(row["hardware_id"]): row for row in rows}
+    return run(detector, read_traces(traces), hardware, progress)

@@ -6,11 +6,15 @@ import json
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from traces import random_record
 
+from torchtraceap.dataset.parquet import write_table, write_traces
+from torchtraceap.dataset.schema import HARDWARE
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace, TraceRecord
-from torchtraceap.eval.detector import DETECTORS, TraceView, run
+from torchtraceap.errors import UserError
+from torchtraceap.eval.detector import DETECTORS, Detector, TraceView, builtin_card, run, run_split
 from torchtraceap.eval.detectors import rules
 from torchtraceap.eval.facts import Facts, union
 from torchtraceap.eval.findings import Attribution, Finding
@@ -429,3 +433,40 @@ def test_everything_covers_the_trace_once_a_pattern_and_lane_class():
     assert whole == {(0, record.trace.duration_ns)}
     assert len(found) == sum(len(pattern.lanes) for pattern in PATTERNS)
     assert Detection(record.trace_id, "host_sync", "gpu", 0, record.trace.duration_ns, 1.0) in found
+
+
+class Spy(Detector):
+    """Reports the whole trace as what its hardware is called."""
+
+    name = "spy"
+
+    def card(self):
+        return builtin_card(self.name, "A test.", 0.0)
+
+    def detect(self, view):
+        name = str(view.hardware.get("device_name"))
+        return [Detection(view.trace_id, name, "cpu", 0, view.trace.duration_ns, 1.0)]
+
+
+def test_a_split_is_run_with_the_row_of_its_hardware(tmp_path):
+    records = [random_record(seed) for seed in range(3)]
+    records[0].meta["hardware_id"] = "known"
+    row = {field.name: "" if field.type == pa.string() else 1 for field in HARDWARE}
+    row |= {"hardware_id": "known", "device_name": "A GPU", "emulated": False}
+    write_traces(tmp_path / "data/traces-validation-00000-of-00001.parquet", records)
+    write_table(
+        tmp_path / "data/hardware-train-00000-of-00001.parquet",
+        pa.Table.from_pylist([row], schema=HARDWARE),
+        HARDWARE,
+    )
+    found = run_split(Spy(), tmp_path, "validation").detections.to_pylist()
+    assert [row["trace_id"] for row in found] == [record.trace_id for record in records]
+    assert [row["pattern"] for row in found] == ["A GPU", "None", "None"]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"), [("dev", "unknown split 'dev'"), ("test", "no data/traces-test")]
+)
+def test_a_missing_split_is_named(tmp_path, split, message):
+    with pytest.raises(UserError, match=message):
+        run_split(Spy(), tmp_path, split)

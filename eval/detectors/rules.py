@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -355,7 +356,8 @@ def _sibling_ops(facts: Facts) -> list[IntArray]:
         return []
     ops = ops[np.lexsort((ops, step[ops], facts.op_parent[ops], events.lane[ops]))]
     keys = np.stack([events.lane[ops], facts.op_parent[ops], step[ops]])
-    return np.split(ops, np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1)
+    edges = [0, *(np.flatnonzero((np.diff(keys) != 0).any(axis=0)) + 1).tolist(), len(ops)]
+    return [ops[first:last] for first, last in pairwise(edges)]  # np.split takes 6 us a group
 
 
 def _siblings_before(facts: Facts, event: int, limit: int) -> list[int]:
