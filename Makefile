@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		found=$$($(PYTHON) --version 2>/dev/null || echo missing); \
 		echo "make env: needs Python 3.11 or newer, but $(PYTHON) is $$found; try PYTHON=python3.12" >&2; exit 2; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev]'
 	@touch $@
 

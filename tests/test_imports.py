@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "collect": {"labels", "dataset", "collect"},
     "eval": {"labels", "dataset", "eval"},
 }
-BASE = {"errors", "files", "registry"}
+BASE = {"console", "errors", "files", "registry"}
 
 
 def subpackages_imported(source: str) -> set[str]:
