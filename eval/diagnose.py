@@ -151,7 +151,7 @@ def _notes(facts: Facts, busy: float | None) -> list[str]:
     calls = np.isin(facts.trace.categories, ("cuda_runtime", "cuda_driver"))
     if busy is None and calls.any():
         notes.append("GPU events were not recorded: waits are taken at face value, copies are not judged.")
-    if busy is not None and busy < LOW_BUSY:
+    if facts.has_steps and busy is not None and busy < LOW_BUSY:
         notes.append(
             f"The GPU works {_percent(busy)} of the time: the host is the limit. Beyond any causes named, a "
             'larger batch, torch.compile(model, mode="reduce-overhead") or CUDA graphs make launches cheaper.'
