@@ -29,6 +29,7 @@ class Job(msgspec.Struct, frozen=True):
     """One workload: a model in one mode at one batch size, and what is injected into it.
 
     Each injection gives a trace of its own beside the clean one; the look-alike appears in some of them.
+    ``spares`` stand in, in their order, for injections that find no place in the model.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Job(msgspec.Struct, frozen=True):
     batch_size: int
     seed: int
     injections: list[Injection]
+    spares: list[Injection] = []
     lookalike: Injection | None = None
 
     @property
@@ -83,7 +85,8 @@ def make_plan(
                 continue
             rng = random.Random(_digest(seed, spec, mode))
             usable = [p for p in catalogue if p.applies(device_type, mode) is None]
-            chosen = sorted(usable, key=lambda p: (used[p.id], rng.random()))[:per_workload]
+            ordered = sorted(usable, key=lambda p: (used[p.id], rng.random()))
+            chosen, spare = ordered[:per_workload], ordered[per_workload:]
             used.update(p.id for p in chosen)
             twins = sorted(
                 ((p.id, twin.name) for p in usable for twin in p.lookalikes),
@@ -97,6 +100,7 @@ def make_plan(
                     batch_size=rng.choice(list(sizes)),
                     seed=rng.getrandbits(31),
                     injections=[Injection(p.id, _variant(p, rng)) for p in chosen],
+                    spares=[Injection(p.id, _variant(p, rng)) for p in spare],
                     lookalike=Injection(*twins[0]) if twins else None,
                 )
             )

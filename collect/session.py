@@ -25,7 +25,7 @@ from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost
-from torchtraceap.labels.pattern import PATTERNS, Pattern, Variant, choose
+from torchtraceap.labels.pattern import PATTERNS, Pattern, Site, Stage, StageSite, Variant, choose
 from torchtraceap.labels.types import Instance, Segment, State
 
 WARMUP_STEPS = 3
@@ -164,23 +164,28 @@ class Session:
 
     def _place(self) -> None:
         """Find the candidate places of every injection, before any is wrapped, and draw those that act."""
-        plan = [(one, False) for one in self.job.injections]
-        if self.job.lookalike is not None:
-            plan.append((self.job.lookalike, True))
         # Loader workers must be forked before the dry run, which others ask for, computes anything.
-        plan.sort(key=lambda item: not PATTERNS[item[0].pattern].variant(item[0].variant).starts_workers)
-        for one, is_lookalike in plan:
-            self._place_one(one, is_lookalike)
-        if self.job.injections and all(one.is_lookalike for one in self.injected):
+        for one in sorted(self.job.injections, key=lambda one: not _starts_workers(one)):
+            self._place_one(one)
+        for one in self.job.spares:
+            if len(self.injected) < len(self.job.injections) and not _starts_workers(one):
+                self._place_one(one)
+        if self.job.injections and not self.injected:
             raise UserError(f"{self.job.model}: nothing can be injected ({'; '.join(self.skipped)})")
+        if self.job.lookalike is not None:
+            self._place_one(self.job.lookalike, is_lookalike=True)
 
-    def _place_one(self, plan: Injection, is_lookalike: bool) -> None:
+    def _place_one(self, plan: Injection, is_lookalike: bool = False) -> None:
         pattern = PATTERNS[plan.pattern]
         variant = pattern.variant(plan.variant)
         reason = pattern.applies(self.loop.device.type, self.loop.mode)
         sites = [] if reason else variant.sites(self.loop)
         if not sites:
-            self.skipped.append(f"{pattern.id}/{variant.name}: {reason or 'no place for it in this model'}")
+            reason = reason or "no place for it in this model"
+        elif is_lookalike and any(_replaced(sites) & _replaced(one.placement.sites) for one in self.injected):
+            reason = "would stand in for the stage that a pattern stands in for"
+        if reason:
+            self.skipped.append(f"{pattern.id}/{variant.name}: {reason}")
             return
         # What takes longer to settle than the profiler warms up cannot be toggled from step to step.
         every_step = self.rng.random() < 0.5 or variant.settle_steps > profiling.WARMUP_STEPS
@@ -294,3 +299,14 @@ class Session:
             for one in self.injected
             if (one.pattern.id, one.variant.name) == (instance.pattern, instance.variant)
         )
+
+
+def _starts_workers(plan: Injection) -> bool:
+    return PATTERNS[plan.pattern].variant(plan.variant).starts_workers
+
+
+def _replaced(sites: list[Site]) -> set[Stage]:
+    """Stages that these sites may run something else for, so that what lies inside them never runs."""
+    stage_sites = [site for site in sites if isinstance(site, StageSite)]
+    brings: set[Stage] = {"data"} if any(site.data is not None for site in stage_sites) else set()
+    return brings | {site.stage for site in stage_sites if site.where == "around"}
