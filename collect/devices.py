@@ -95,14 +95,14 @@ def hardware(device: torch.device) -> dict[str, Any]:
             "runtime": f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}",
         }
     elif device.type == "xpu":
-        properties = torch.xpu.get_device_properties(device)
+        xpu = torch.xpu.get_device_properties(device)
         row |= {
             "device_kind": "xpu",
-            "device_name": properties.name,
+            "device_name": xpu.name,
             "device_count": torch.xpu.device_count(),
-            "compute_units": properties.max_compute_units,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "driver": properties.driver_version,
+            "compute_units": xpu.max_compute_units,
+            "memory_gib": round(xpu.total_memory / 2**30, 1),
+            "driver": xpu.driver_version,
         }
     elif device.type != "cpu":
         row |= {"device_kind": device.type, "device_name": device.type, "compute_units": 0}

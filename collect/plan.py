@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from torchtraceap.collect.model import ZOO, ModelSpec
+from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS, Mode, Pattern
 
@@ -74,7 +74,7 @@ def make_plan(
     """
     specs = [ZOO[name] for name in dict.fromkeys(models)]
     catalogue = [PATTERNS[name] for name in dict.fromkeys(patterns)] if patterns else list(PATTERNS)
-    kind = "cpu" if device_type == "cpu" else "gpu"
+    kind: DeviceKind = "cpu" if device_type == "cpu" else "gpu"
     used: Counter[str] = Counter()
     lookalikes: Counter[tuple[str, str]] = Counter()
     jobs = []

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,6 +87,10 @@ def collect(
     Raises:
         UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given.
     """
+
+    def progressed(job: Job, text: str) -> None:
+        on_event(JobEvent("progress", job, text))
+
     _claim(run, plan, resume)
     report = RunReport()
     begin = time.monotonic()
@@ -102,7 +107,7 @@ def collect(
                 start = time.monotonic()
                 on_event(JobEvent("start", job))
                 request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit)
-                final = server.run(request, lambda text, job=job: on_event(JobEvent("progress", job, text)))
+                final = server.run(request, partial(progressed, job))
                 _record(report, job, final, time.monotonic() - start, log, on_event)
     report.seconds = time.monotonic() - begin
     return report

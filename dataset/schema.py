@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from torchtraceap.labels.pattern import Mode
+
 SCHEMA_VERSION = 1
 """Raised when a reader of the previous version would misread a file."""
 
@@ -21,7 +23,7 @@ SESSION_KEY = "torchtraceap.session"
 
 SPLITS = ("train", "validation", "test")
 TASKS = ("classification", "detection", "segmentation", "generation", "depth", "pose", "other")
-MODES = ("train", "infer")
+MODES: tuple[Mode, ...] = ("train", "infer")
 
 _string, _i16, _i32, _i64, _f32 = pa.string(), pa.int16(), pa.int32(), pa.int64(), pa.float32()
 

@@ -75,7 +75,7 @@ class Attribution:
 
     def _own(self, pattern: str) -> IntArray:
         events = self.facts.trace.events
-        owner = np.full(len(events), -1, dtype=np.int32)
+        owner: IntArray = np.full(len(events), -1, dtype=np.int32)
         with_backward = np.zeros(len(self.findings) + 1, dtype=bool)  # the last entry stands for no owner
         for index, finding in enumerate(self.findings):
             if finding.pattern == pattern:

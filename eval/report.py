@@ -232,7 +232,7 @@ def _panels(record: TraceRecord, detections: Sequence[Detection]) -> Iterator[tu
         if key not in longest or _length(segment) > _length(longest[key]):
             longest[key] = segment
         truth.setdefault((record.instances[segment.instance].pattern, segment.lane_class), []).append(segment)
-    panels = [
+    panels: list[tuple[str, Segment | Detection]] = [
         (f"True {record.instances[index].pattern} ({record.instances[index].state})", segment)
         for (index, _), segment in sorted(longest.items(), key=lambda item: item[0])
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -401,12 +402,9 @@ def _legend(canvas: _Canvas, truth: bool, found: bool) -> None:
         x += 15 + (len(label) + 3) * CHARACTER
 
     for kind, label in KINDS.items():
-        entry(label, lambda x, kind=kind: canvas.rect(kind, x, y, 11, 9))
+        entry(label, partial(canvas.rect, kind, y=y, width=11, height=9))
     for state in STATES if truth else ():
-        entry(
-            f"true, {state}",
-            lambda x, state=state: canvas.hatched(state, x, y, 11, 9),
-        )
+        entry(f"true, {state}", partial(canvas.hatched, state, y=y, width=11, height=9))
     if found:
         entry("detected", lambda x: canvas.rect("found", x, y, 11, 9))
     canvas.y += 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 CANDIDATES = 100
 """Class scores an image that pass a detector's threshold; non-maximum suppression leaves some of them."""
@@ -39,7 +39,7 @@ def prepare(detector: Any, classes: int, size: tuple[int, int]) -> None:
     owner = getattr(detector, "roi_heads", detector)
     head = owner.box_predictor.cls_score if owner is not detector else detector.head.classification_head
     owner.detections_per_img = DETECTIONS
-    biases = [layer.bias.detach().view(-1, classes) for layer in _class_layers(head)]
+    biases = [bias.detach().view(-1, classes) for bias in _class_biases(head)]
     generator = torch.Generator().manual_seed(0)
     for bias in biases:
         bias.add_(torch.randn(bias.shape, generator=generator), alpha=SPREAD)
@@ -72,10 +72,10 @@ def prepare(detector: Any, classes: int, size: tuple[int, int]) -> None:
             bias[:, :1].add_(shift - MARGIN)
 
 
-def _class_layers(head: Any) -> list[nn.Module]:
-    """The layers of a classification head whose outputs are logits."""
+def _class_biases(head: Any) -> list[Tensor]:
+    """The biases of those layers of a classification head whose outputs are logits."""
     if hasattr(head, "cls_logits"):
-        return [head.cls_logits]
+        return [head.cls_logits.bias]
     if hasattr(head, "module_list"):  # SSD: a level each; SSDlite: a depthwise block before it
-        return [level if hasattr(level, "bias") else level[-1] for level in head.module_list]
-    return [head]
+        return [(level if hasattr(level, "bias") else level[-1]).bias for level in head.module_list]
+    return [head.bias]

@@ -298,7 +298,9 @@ def _in_step(facts: Facts, event: int) -> bool:
 def _annotations(facts: Facts, prefix: str) -> list[int]:
     """CPU annotations in a step whose name begins so."""
     wanted = [op.category == "user_annotation" and op.name.startswith(prefix) for op in facts.trace.ops]
-    rows = np.flatnonzero(np.array(wanted, dtype=bool)[facts.trace.events.op]) if wanted else []
+    if not wanted:
+        return []
+    rows = np.flatnonzero(np.array(wanted, dtype=bool)[facts.trace.events.op])
     return [int(row) for row in rows if _in_step(facts, int(row))]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchtraceap.labels.pattern import Body, Loop, ModuleCall, ModuleSite, Site
@@ -41,12 +41,15 @@ def input_sites(loop: Loop, body: Body) -> list[Site]:
     return [ModuleSite(call, body, where="before") for call in spread(calls)]
 
 
-def activation_sites(loop: Loop, body: Body) -> list[Site]:
-    """``body`` on the input or the output, by turns, of modules spread through the model.
+def activation_sites(
+    loop: Loop, body: Body, suits: Callable[[ModuleCall], bool] = lambda call: True
+) -> list[Site]:
+    """``body`` on the input or the output, by turns, of modules spread through those that suit.
 
     A module that may overwrite its input has the place behind it.
     """
+    calls = [call for call in loop.module_calls() if suits(call)]
     return [
         ModuleSite(call, body, where="after" if index % 2 or writes_to_input(call) else "before")
-        for index, call in enumerate(spread(loop.module_calls()))
+        for index, call in enumerate(spread(calls))
     ]

@@ -33,7 +33,7 @@ def _sites(loop: Loop, body: Body) -> list[Site]:
     if not _has_float64(loop.device):
         return []
     wider = _wider()
-    return [site for site in activation_sites(loop, body) if site.call.dtype in wider]
+    return activation_sites(loop, body, suits=lambda call: call.dtype in wider)
 
 
 def _round_trip(loop: Loop) -> list[Site]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchtraceap.labels.pattern import Body, Loop, Pattern, Site, StageSite, State, Variant, register
+from torchtraceap.labels.pattern import (
+    Body,
+    Loop,
+    Pattern,
+    Site,
+    Stage,
+    StageSite,
+    State,
+    Variant,
+    register,
+)
 from torchtraceap.labels.patterns._common import output_sites, spread
 
 if TYPE_CHECKING:
@@ -27,7 +37,7 @@ def _sites(loop: Loop, look: Body) -> list[Site]:
         result = state.output if state.loss is None else state.loss
         look(next(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)).detach())
 
-    stages = ("loss", "logging") if loop.mode == "train" else ("forward", "logging")
+    stages: tuple[Stage, ...] = ("loss", "logging") if loop.mode == "train" else ("forward", "logging")
     modules = spread(output_sites(loop, look_at_activation), 10)
     return [*modules, *(StageSite(stage, look_at_result, where="after") for stage in stages)]
 
