@@ -44,7 +44,6 @@ def test_demo_tier_covers_the_tasks() -> None:
 
 @pytest.mark.parametrize("spec", list(ZOO), ids=lambda spec: spec.name)
 def test_declaration(spec: ModelSpec) -> None:
-    assert spec.params_m > 0
     assert len(spec.cpu_size) == len(spec.gpu_size)
     assert all(0 < small <= full for small, full in zip(spec.cpu_size, spec.gpu_size, strict=True))
     assert set(spec.batch_sizes) == {"gpu", "cpu"}
@@ -70,11 +69,19 @@ def test_batches_split_and_collate(spec: ModelSpec) -> None:
         assert torch.equal(again[name], tensor)
 
 
+@pytest.mark.parametrize("spec", list(ZOO), ids=lambda spec: spec.name)
+def test_parameters_are_counted(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A forward pass of noise, which the meta device cannot answer; it changes biases, and their number not.
+    monkeypatch.setattr("torchtraceap.collect.zoo.torchvision.prepare", lambda *args: None)
+    with torch.device("meta"):  # shapes without memory: the largest model would take 3.4 GB
+        model = spec.build()
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(spec.params_m, rel=0.01)
+
+
 @pytest.mark.parametrize("spec", SMALL, ids=lambda spec: spec.name)
 def test_small_model_steps(spec: ModelSpec) -> None:
     torch.manual_seed(0)
     model = spec.build()
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(spec.params_m, abs=0.006)
     batch = _batch(spec)
     model.eval()
     with torch.inference_mode():

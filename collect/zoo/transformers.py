@@ -163,7 +163,7 @@ ROWS: list[
     ("vitpose-small", "VitPoseForPoseEstimation", _vitpose(384, 6), "pose",
      "vitpose", "vit", 24.29, POSE, (256, 192), (256, 192), LIGHT, False),
     ("vitpose-base", "VitPoseForPoseEstimation", _vitpose(768, 12), "pose",
-     "vitpose", "vit", 85.91, POSE, (256, 192), (256, 192), LIGHT, False),
+     "vitpose", "vit", 89.99, POSE, (256, 192), (256, 192), LIGHT, False),
     ("segformer-b0", "SegformerForSemanticSegmentation", SEGFORMER_B0, "segmentation",
      "segformer", "mix_transformer", 3.75, SEGMENTATION, (512, 512), (128, 128), MEDIUM, False),
     ("upernet-swin-tiny", "UperNetForSemanticSegmentation", UPERNET_SWIN, "segmentation",
