@@ -125,14 +125,18 @@ class Trace:
         )
 
     @cached_property
-    def names(self) -> NDArray[np.str_]:
-        """Name of each event, shape (events,)."""
-        return np.array([op.name for op in self.ops], dtype=np.str_)[self.events.op]
+    def names(self) -> NDArray[np.object_]:
+        """Name of each event, ``str``, shape (events,).
+
+        References to the ops' own strings: an array of numpy's fixed-width strings would give each event
+        the room of the longest kernel name.
+        """
+        return np.array([op.name for op in self.ops], dtype=object)[self.events.op]
 
     @cached_property
-    def categories(self) -> NDArray[np.str_]:
-        """Kineto category of each event, shape (events,)."""
-        return np.array([op.category for op in self.ops], dtype=np.str_)[self.events.op]
+    def categories(self) -> NDArray[np.object_]:
+        """Kineto category of each event, ``str``, shape (events,)."""
+        return np.array([op.category for op in self.ops], dtype=object)[self.events.op]
 
     @cached_property
     def on_gpu(self) -> NDArray[np.bool_]:

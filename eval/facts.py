@@ -35,8 +35,8 @@ class Facts:
         return self.trace.ops[self.trace.events.op[event]].name
 
     def names(self, events: IntArray | list[int]) -> list[str]:
-        """Names of some events. An array of all would take the longest kernel name's width for each."""
-        return [self.name(event) for event in events]
+        """Names of some events."""
+        return self.trace.names[events].tolist()
 
     @cached_property
     def gpu_work(self) -> BoolArray:
