@@ -12,8 +12,7 @@ conservative: without proof of absence a pattern is left out, and predictions of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,13 +49,14 @@ class _Dispatched(TorchDispatchMode):
         if not sources or not isinstance(out, torch.Tensor):
             return out
         name = func.overloadpacket.__name__
-        if name == "_to_copy" and out.is_floating_point() and sources[0].is_floating_point():
-            was = self._was.get(sources[0])
+        source = sources[-1]  # copy_ has its destination before it
+        cast = out.is_floating_point() and source.is_floating_point() and out.dtype != source.dtype
+        if name in ("_to_copy", "copy_") and cast:
+            was = self._was.get(source)
             self.round_trips += was is not None and was[0] == out.dtype
-            self._was[out] = (sources[0].dtype, 0)
+            self._was[out] = (source.dtype, 0)
             return out
-        if name in ("clone", "copy_"):
-            source = sources[-1]
+        if name in ("_to_copy", "clone", "copy_"):
             same = (
                 source.dtype == out.dtype and source.stride() == out.stride() and source.device == out.device
             )
@@ -67,26 +67,12 @@ class _Dispatched(TorchDispatchMode):
         return out
 
 
-@contextmanager
-def _state_kept(loop: TrainingLoop) -> Iterator[None]:
-    """Put buffers and the random state back afterwards."""
-    buffers = {name: buffer.clone() for name, buffer in loop.model.named_buffers()}
-    devices = [] if loop.device.type == "cpu" else [loop.device]
-    try:
-        with torch.random.fork_rng(devices=devices, device_type=loop.device.type if devices else "cuda"):
-            yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in loop.model.named_buffers():
-                buffer.copy_(buffers[name])
-
-
 def _dispatch(loop: TrainingLoop, change: Callable[[torch.Tensor], torch.Tensor]) -> _Dispatched:
     state = State()
     for stage in ("data", "h2d"):
         loop.stages[stage](state)
     state.batch = tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, state.batch)
-    with _state_kept(loop), _Dispatched() as seen:
+    with loop.state_kept(), _Dispatched() as seen:
         loop.stages["forward"](state)
         loop.stages["loss"](state)
     return seen

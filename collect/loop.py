@@ -200,27 +200,58 @@ class TrainingLoop:
 
     def _probe(self) -> list[ModuleCall]:
         """Run one forward pass with hooks on every module, and put buffers and random state back."""
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         names = {module: name for name, module in self.model.named_modules()}
+        before: dict[nn.Module, Any] = {}
         calls: dict[nn.Module, ModuleCall | None] = {}
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            twice = module in calls
-            calls[module] = None if twice else _module_call(names[module], module, args, kwargs, output)
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            before[module] = self._random_state(), _buffer_versions(module)
 
-        handles = [m.register_forward_hook(hook, with_kwargs=True) for m in names if m is not self.model]
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            stateful = before[module] != (self._random_state(), _buffer_versions(module))
+            twice = module in calls
+            calls[module] = (
+                None if twice else _module_call(names[module], module, args, kwargs, output, stateful)
+            )
+
+        handles = [m.register_forward_pre_hook(enter) for m in names if m is not self.model]
+        handles += [m.register_forward_hook(leave, with_kwargs=True) for m in names if m is not self.model]
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with self.state_kept(), torch.no_grad():
                 state = State()
                 for stage in ("data", "h2d", "forward"):
                     self.stages[stage](state)
         finally:
             for handle in handles:
                 handle.remove()
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(buffers[name])
         return [call for call in calls.values() if call is not None]
+
+    def _random_state(self) -> list[bytes]:
+        """State of the generators that a model may draw from; it changes with every draw."""
+        states = [torch.get_rng_state()]
+        if self.device.type != "cpu":
+            states.append(torch.get_device_module(self.device).get_rng_state())
+        return [state.numpy().tobytes() for state in states]
+
+    @contextmanager
+    def state_kept(self) -> Iterator[None]:
+        """Put the model's buffers and the random state back afterwards, for a dry run."""
+        kept = [
+            (module, key, buffer, buffer.clone())
+            for module in self.model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        on_cpu = self.device.type == "cpu"
+        kind = "cuda" if on_cpu else self.device.type
+        try:
+            with torch.random.fork_rng(devices=[] if on_cpu else [self.device], device_type=kind):
+                yield
+        finally:
+            with torch.no_grad():
+                for module, key, buffer, value in kept:
+                    buffer.copy_(value)
+                    module._buffers[key] = buffer  # a call may have put another tensor in its place
 
     # -- placements -----------------------------------------------------------------------------------
 
@@ -304,9 +335,12 @@ class TrainingLoop:
 
 
 def _module_call(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, stateful: bool
 ) -> ModuleCall | None:
-    """What :meth:`TrainingLoop.module_calls` promises of a module, or None if it is no candidate."""
+    """What :meth:`TrainingLoop.module_calls` promises of a module, or None if it is no candidate.
+
+    ``stateful`` says that this call drew random numbers or updated buffers.
+    """
     if len(args) != 1 or kwargs or not (_is_activation(args[0]) and _is_activation(output)):
         return None
     children = list(module.modules())
@@ -317,7 +351,7 @@ def _module_call(
         out_shape=tuple(output.shape),
         dtype=args[0].dtype,
         leaves=sum(1 for child in children if not list(child.children())),
-        stateful=any(_is_stateful(child) for child in children),
+        stateful=stateful or any(_uses_batch_statistics(child) for child in children),
     )
 
 
@@ -325,12 +359,12 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
 
 
-def _is_stateful(module: nn.Module) -> bool:
-    """Whether a call depends on more than each sample by itself: batch statistics or random numbers."""
-    if not module.training:
+def _buffer_versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Which tensors the buffers are, and how often each was written to (unknown in inference mode)."""
+    return [(id(b), -1 if b.is_inference() else b._version) for b in module.buffers()]
+
+
+def _uses_batch_statistics(module: nn.Module) -> bool:
+    if not isinstance(module, nn.modules.batchnorm._NormBase):
         return False
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return True
-    rate = getattr(module, "p", None) if isinstance(module, nn.modules.dropout._DropoutNd) else None
-    rate = getattr(module, "drop_prob", rate)
-    return bool(rate)
+    return module.training or module.running_mean is None

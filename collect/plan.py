@@ -42,8 +42,8 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """File-name safe and unique within a plan."""
-        model = re.sub(r"[^A-Za-z0-9.]+", "-", self.model)
+        """A file name without its ending; models that differ in letters, digits, ``.`` or ``_`` differ here."""
+        model = re.sub(r"[^A-Za-z0-9._]+", "-", self.model)
         return f"{model}_{self.mode}_b{self.batch_size}"
 
 
