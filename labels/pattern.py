@@ -17,7 +17,7 @@ from torchtraceap.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-Mechanism = Literal["marker", "marker+backward", "selector"]
+Mechanism = Literal["marker", "marker+backward"]
 """How a pattern's events are found in its trace; see docs/design.md, "Ground truth"."""
 
 Mode = Literal["train", "infer"]
@@ -172,7 +172,7 @@ class Pattern:
         modes: Loops that it can be injected into.
         precondition: What an injector refuses to break, in words.
         variants: At least two whose op or kernel multisets differ.
-        lookalikes: Harmless twins that go into clean code.
+        lookalikes: Harmless twins: benign by construction, whatever their events resemble.
         remedy: What to change, as code.
         references: Where the advice comes from.
         native_risk: Whether a model may hold the pattern by itself; then only traces with evidence of the

@@ -13,7 +13,7 @@ LaneClass = Literal["cpu", "gpu"]
 """All threads, or all streams."""
 
 State = Literal["costly", "benign", "undecided"]
-"""Outcome of the cost measurement: a positive, a negative, or ignored by the scorer."""
+"""A positive, a negative, or ignored by the scorer; see :class:`Instance` for how it comes about."""
 
 Source = Literal["injected", "lookalike", "native"]
 """Injected by us; a harmless twin that we injected; or the model's own."""
@@ -29,6 +29,9 @@ QUALITIES: tuple[Quality, ...] = get_args(Quality)
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """One anti-pattern (or look-alike) switched on in one trace, with its measured cost.
+
+    ``state`` of an injected pattern is the outcome of its cost measurement. A look-alike is harmless by
+    construction, so it is benign unless it was measured costly; then nobody knows why, and it is undecided.
 
     ``cost_ms`` is milliseconds a step; ``cost_ratio`` is step time with over step time without, with the
     bounds of its 95 % interval. All four are NaN when nothing was measured (native instances).
