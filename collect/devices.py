@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -29,16 +30,12 @@ def resolve(name: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
         return accelerator or torch.device("cpu")
-    try:
+    here = _available(accelerator)
+    with contextlib.suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"no device {name!r}; here are: {', '.join(_available(accelerator))}") from None
-    count = torch.accelerator.device_count() if accelerator else 0
-    if device.type == "cpu" or (
-        accelerator is not None and device.type == accelerator.type and (device.index or 0) < count
-    ):
-        return device
-    raise UserError(f"no device {name!r}; here are: {', '.join(_available(accelerator))}")
+        if f"{device.type}:{device.index or 0}" in (*here, "cpu:0"):
+            return device
+    raise UserError(f"no device {name!r}; here are: {', '.join(here)}")
 
 
 def _available(accelerator: torch.device | None) -> list[str]:

@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """A file name without its ending; models that differ in letters, digits, ``.`` or ``_`` differ here."""
+        """A file name without its ending. ``a_b`` and ``a-b`` differ in it, ``a/b`` and ``a-b`` do not."""
         model = re.sub(r"[^A-Za-z0-9._]+", "-", self.model)
         return f"{model}_{self.mode}_b{self.batch_size}"
 

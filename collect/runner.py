@@ -10,12 +10,15 @@ A run is a folder:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +30,7 @@ from torchtraceap.collect.server import Request
 from torchtraceap.errors import UserError
 from torchtraceap.files import replacing
 
+SERVER = (sys.executable, "-P", "-m", "torchtraceap.collect.server")
 EVENT_CAP = 60_000
 TIME_LIMIT = 600.0
 
@@ -91,32 +95,47 @@ def collect(
     def progressed(job: Job, text: str) -> None:
         on_event(JobEvent("progress", job, text))
 
-    _claim(run, plan, resume)
     report = RunReport()
     begin = time.monotonic()
-    todo = []
-    for job in plan:
-        if shard_path(run, job).exists():
-            report.skipped.append(job.name)
-            on_event(JobEvent("skipped", job))
-        else:
-            todo.append(job)
-    if todo:
-        with _Server(run / "stderr.log") as server, (run / "log.jsonl").open("ab") as log:
-            for job in todo:
-                start = time.monotonic()
-                on_event(JobEvent("start", job))
-                request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit)
-                final = server.run(request, partial(progressed, job))
-                _record(report, job, final, time.monotonic() - start, log, on_event)
+    with _claimed(run, plan, resume) as log, _Server(run / "stderr.log") as server:
+        todo = []
+        for job in plan:
+            if shard_path(run, job).exists():
+                report.skipped.append(job.name)
+                on_event(JobEvent("skipped", job))
+            else:
+                todo.append(job)
+        for job in todo:
+            start = time.monotonic()
+            on_event(JobEvent("start", job))
+            request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit)
+            final = server.run(request, partial(progressed, job))
+            _record(report, job, final, time.monotonic() - start, log, on_event)
     report.seconds = time.monotonic() - begin
     return report
 
 
-def _claim(run: Path, plan: Sequence[Job], resume: bool) -> None:
-    names = [job.name for job in plan]
-    if len(set(names)) != len(names):
-        raise UserError("the plan holds the same workload twice")
+@contextmanager
+def _claimed(run: Path, plan: Sequence[Job], resume: bool) -> Iterator[IO[bytes]]:
+    """Make ``run`` the folder of ``plan``, ours alone while the block runs, and yield its log."""
+    names = Counter(job.name for job in plan)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise UserError(f"two workloads of the plan would be written as {twice[0]}.parquet")
+    log_path = run / "log.jsonl"
+    foreign = run.exists() and (not run.is_dir() or any(path != log_path for path in run.iterdir()))
+    if foreign and not (run / "plan.json").exists():
+        raise UserError(f"{run} exists and is no run: choose another folder")
+    run.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab", buffering=0) as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes when this process does, however it ends
+        except BlockingIOError:
+            raise UserError(f"{run} is in use: another process collects into it") from None
+        _write_or_match(run, plan, resume)
+        yield log
+
+
+def _write_or_match(run: Path, plan: Sequence[Job], resume: bool) -> None:
     path = run / "plan.json"
     encoded = msgspec.json.format(msgspec.json.encode(list(plan)))
     if path.exists():
@@ -129,8 +148,6 @@ def _claim(run: Path, plan: Sequence[Job], resume: bool) -> None:
         for torn in (run / "shards").glob(".*.tmp"):  # of a workload that was killed while it wrote
             torn.unlink()
         return
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise UserError(f"{run} exists and is no run: choose another folder")
     (run / "shards").mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_bytes(encoded)
@@ -152,8 +169,11 @@ def _record(
     else:
         report.failed[job.name] = final["error"]
         on_event(JobEvent("failed", job, text=final["error"], seconds=seconds))
-    log.write(msgspec.json.encode({"job": job.name, "seconds": round(seconds, 2), **final}) + b"\n")
-    log.flush()
+    line = msgspec.json.encode({"job": job.name, "seconds": round(seconds, 2), **final}) + b"\n"
+    try:
+        log.write(line)
+    except OSError as error:
+        raise UserError(f"{log.name} cannot be written: {error.strerror}") from error
 
 
 class _Server:
@@ -172,6 +192,7 @@ class _Server:
     def run(self, request: Request, on_progress: Callable[[str], None]) -> dict[str, Any]:
         """Run one workload and return its last event."""
         if self._process is None or self._process.poll() is not None:
+            self._stop()
             on_progress("importing the model libraries")
             self._process = self._start()
         assert self._process.stdin is not None
@@ -196,20 +217,22 @@ class _Server:
         # the cores too, that made a CPU step ten times as long, and its time mean nothing.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         # A session of its own: Ctrl-C reaches the runner alone, which then ends the server in order.
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "torchtraceap.collect.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr.open("ab"),
-            start_new_session=True,
-            env=environment,
-        )
+        with self._stderr.open("ab") as stderr:
+            return subprocess.Popen(
+                SERVER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+                env=environment,
+            )
 
     def _stop(self) -> None:
         """Close the server's input, on which it kills its child and ends."""
         if self._process is None:
             return
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -217,3 +240,4 @@ class _Server:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._process.stdout.close()

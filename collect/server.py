@@ -14,6 +14,7 @@ ends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -25,13 +26,16 @@ from typing import Any
 
 import msgspec
 
+from torchtraceap import console
 from torchtraceap.collect.plan import Job
 from torchtraceap.errors import UserError
 
 LIBRARIES = (
     "torch._dynamo", "torchvision", "timm", "transformers", "diffusers", "segmentation_models_pytorch",
 )  # fmt: skip
+POLL_SECONDS = 1.0
 _CHUNK = 1 << 16
+_PR_SET_PDEATHSIG = 1
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -71,40 +75,51 @@ def _import_all() -> None:
 
 def _run_one(request: Request, events: Any, requests: _Lines) -> None:
     read, write = os.pipe()
+    server = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        _child(request, write)
+        events.close()  # or the runner would not see the end of a server that was killed
+        _child(request, write, server)
     os.close(write)
-    deadline = time.monotonic() + request.time_limit
-    child = _Lines(read)
-    final = b""
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            final = _failed(f"time limit of {request.time_limit:g} s reached")
-            break
-        ready, _, _ = select.select([read, 0], [], [], left)
-        if 0 in ready and requests.closed():
-            _kill(pid)
-            raise SystemExit(1)
-        if read in ready:
-            for line in child.available():
-                if b'"event":"progress"' in line[:24]:
-                    events.write(line + b"\n")
-                else:
-                    final = line
-            if final or child.at_end:
-                break
-    _kill(pid)  # loader workers too; a finished child has nothing left to lose
-    _, status = os.waitpid(pid, 0)
-    os.close(read)
+    try:
+        final = _follow(request, pid, _Lines(read), events, requests)
+    finally:
+        _kill(pid)  # loader workers too; a finished child has nothing left to lose
+        _, status = os.waitpid(pid, 0)
+        os.close(read)
     events.write((final or _failed(_death(status))) + b"\n")
 
 
-def _child(request: Request, write: int) -> None:
+def _follow(request: Request, pid: int, child: _Lines, events: Any, requests: _Lines) -> bytes:
+    """Pass on the child's progress and return its last event; empty if it died without one.
+
+    Raises:
+        SystemExit: Standard input closed.
+    """
+    deadline = time.monotonic() + request.time_limit
+    while (left := deadline - time.monotonic()) > 0:
+        # A child that was killed does not close the pipe while its loader workers hold it too.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        ready, _, _ = select.select([child.fd, 0], [], [], 0 if ended else min(left, POLL_SECONDS))
+        if 0 in ready and requests.closed():
+            raise SystemExit(1)
+        if child.fd in ready:
+            for line in child.available():
+                if b'"event":"progress"' not in line[:24]:
+                    return line
+                events.write(line + b"\n")
+            if child.at_end:
+                return b""
+        elif ended:
+            return b""
+    return _failed(f"time limit of {request.time_limit:g} s reached")
+
+
+def _child(request: Request, write: int, server: int) -> None:
     """Run the workload and report its end; never returns."""
     os.setsid()  # so that a time-out reaches its loader workers too
+    _die_with(server)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
 
@@ -123,13 +138,15 @@ def _child(request: Request, write: int) -> None:
         )
         say({"event": "done", "result": result})
     except UserError as error:
-        say({"event": "failed", "error": str(error)})
+        say({"event": "failed", "error": console.visible(error)})
     except BaseException as error:
-        traceback.print_exc()  # to the log; the event is one line
+        with contextlib.suppress(OSError):  # the disk may be full
+            traceback.print_exc()  # to the log; the event is one line
         say({"event": "failed", "error": _one_line(error, request.job)})
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the model closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(0)
 
 
@@ -137,7 +154,15 @@ def _one_line(error: BaseException, job: Job) -> str:
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory at batch {job.batch_size}: choose a smaller batch or a larger device"
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300] if text else 'no message'}"
+    return console.visible(f"{type(error).__name__}: {text[0][:300] if text else 'no message'}")
+
+
+def _die_with(server: int) -> None:
+    """On Linux, let the kernel kill this process when the server is killed and can do so no more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # it died before the call
+            os._exit(1)
 
 
 def _death(status: int) -> str:
@@ -163,14 +188,14 @@ class _Lines:
     """Lines of a file descriptor, without a buffer that select() cannot see."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self._rest = b""
         self._lines: list[bytes] = []
         self.at_end = False
 
     def available(self) -> list[bytes]:
         """The lines that one read brings; call when the descriptor is readable."""
-        chunk = os.read(self._fd, _CHUNK)
+        chunk = os.read(self.fd, _CHUNK)
         self.at_end = not chunk
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return lines

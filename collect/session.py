@@ -6,6 +6,7 @@ import math
 import random
 import secrets
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,8 @@ def run_job(job: Job, out: Path, *, device: str, event_cap: int, progress: Progr
         torch.set_float32_matmul_precision("high")
     progress("building")
     session = Session(job, where, event_cap, progress)
-    try:
+    with closing(session.loop):
         return session.run(out)
-    finally:
-        session.loop.close()
 
 
 class Session:
@@ -164,22 +163,33 @@ class Session:
 
     def _place(self) -> None:
         """Find the candidate places of every injection, before any is wrapped, and draw those that act."""
+        lookalike = self.job.lookalike
         # Loader workers must be forked before the dry run, which others ask for, computes anything.
-        for one in sorted(self.job.injections, key=lambda one: not _starts_workers(one)):
-            self._place_one(one)
+        wanted = [*self.job.injections, *([lookalike] if lookalike else [])]
+        early = {one: self._sites(one) for one in wanted if _starts_workers(one)}
+        for one in self.job.injections:
+            self._place_one(one, early.get(one))
         for one in self.job.spares:
             if len(self.injected) < len(self.job.injections) and not _starts_workers(one):
                 self._place_one(one)
         if self.job.injections and not self.injected:
             raise UserError(f"{self.job.model}: nothing can be injected ({'; '.join(self.skipped)})")
-        if self.job.lookalike is not None:
-            self._place_one(self.job.lookalike, is_lookalike=True)
+        if lookalike is not None:
+            self._place_one(lookalike, early.get(lookalike), is_lookalike=True)
 
-    def _place_one(self, plan: Injection, is_lookalike: bool = False) -> None:
+    def _sites(self, plan: Injection) -> list[Site]:
+        """Candidate places; none where the pattern does not apply."""
+        pattern = PATTERNS[plan.pattern]
+        applies = pattern.applies(self.loop.device.type, self.loop.mode) is None
+        return pattern.variant(plan.variant).sites(self.loop) if applies else []
+
+    def _place_one(
+        self, plan: Injection, sites: list[Site] | None = None, is_lookalike: bool = False
+    ) -> None:
         pattern = PATTERNS[plan.pattern]
         variant = pattern.variant(plan.variant)
         reason = pattern.applies(self.loop.device.type, self.loop.mode)
-        sites = [] if reason else variant.sites(self.loop)
+        sites = self._sites(plan) if sites is None else sites
         if not sites:
             reason = reason or "no place for it in this model"
         elif is_lookalike and any(_replaced(sites) & _replaced(one.placement.sites) for one in self.injected):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 _cache = tempfile.mkdtemp(prefix="traceap-tests-")
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+# OpenMP's threads spin while they wait; beside other test processes that made a step ten times as long.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.update(
     HF_HOME=_cache, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1"
 )

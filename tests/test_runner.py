@@ -1,0 +1,285 @@
+"""Runs end in order whatever their workloads do: the real fork server with fake and tiny workloads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from torchtraceap.collect import runner
+from torchtraceap.collect.plan import Injection, Job
+from torchtraceap.collect.runner import JobEvent, collect, shard_path
+from torchtraceap.dataset.parquet import read_traces
+from torchtraceap.errors import UserError
+
+FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
+SECONDS = 20.0
+"""What "soon" may take on a busy machine; nothing waits longer than it must."""
+
+RUNNER = """
+import sys
+from pathlib import Path
+import msgspec
+from torchtraceap.collect import runner
+from torchtraceap.collect.plan import Job
+runner.SERVER = (sys.executable, sys.argv[1])
+plan = msgspec.json.decode(sys.argv[3], type=list[Job])
+runner.collect(
+    plan, Path(sys.argv[2]), on_event=lambda e: print(e.kind, e.job.model, e.text, sep="|", flush=True)
+)
+"""
+
+
+@pytest.fixture(autouse=True)
+def fake_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SERVER", (sys.executable, FAKE_SERVER))
+
+
+def job(model: str) -> Job:
+    return Job(f"fake/{model}", "train", 2, 0, [])
+
+
+def run(models: str, folder: Path, on_event: Callable[[JobEvent], None] = lambda e: None, **options):
+    return collect([job(model) for model in models.split()], folder, on_event=on_event, **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "shards").iterdir())
+
+
+def log(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def pids(text: str) -> list[int]:
+    assert text.startswith("pids ")
+    return [int(word) for word in text.split()[1:]]
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.02)
+
+
+class Recorder:
+    """Keeps events; ``processes`` are those that workloads told of."""
+
+    def __init__(self) -> None:
+        self.events: list[JobEvent] = []
+
+    def __call__(self, event: JobEvent) -> None:
+        self.events.append(event)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events if event.kind != "progress"]
+
+    @property
+    def processes(self) -> list[int]:
+        return [pid for e in self.events if e.text.startswith("pids ") for pid in pids(e.text)]
+
+
+def test_a_failure_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("ok.1 error nameless leaves abandons ok.2", tmp_path, recorder)
+    assert report.done == ["fake-ok.1_train_b2", "fake-ok.2_train_b2"]
+    assert report.traces == 4
+    assert report.failed == {
+        "fake-error_train_b2": r"ValueError: [red]no\x1b[2J\u202e good\ud800 [/red]",
+        "fake-nameless_train_b2": "RuntimeError: no message",
+        "fake-leaves_train_b2": "SystemExit: 3",
+        "fake-abandons_train_b2": "ended without a word (exit status 3)",
+    }
+    assert recorder.kinds == ["start", "done"] + ["start", "failed"] * 4 + ["start", "done"]
+    assert names(tmp_path) == ["fake-ok.1_train_b2.parquet", "fake-ok.2_train_b2.parquet"]
+    assert [(line["job"], line["event"]) for line in log(tmp_path)[:2]] == [
+        ("fake-ok.1_train_b2", "done"),
+        ("fake-error_train_b2", "failed"),
+    ]
+    assert "second line" in (tmp_path / "stderr.log").read_text(errors="replace")  # all of it is kept there
+
+
+def test_output_of_a_model_does_not_mix_with_the_protocol(tmp_path: Path) -> None:
+    assert run("chatty ok", tmp_path).failed == {}
+    assert (tmp_path / "stderr.log").stat().st_size > 20_000_000
+
+
+def test_time_limit_ends_a_workload_and_its_workers(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("sleep ok", tmp_path, recorder, time_limit=1.0)
+    assert report.failed == {"fake-sleep_train_b2": "time limit of 1 s reached"}
+    assert report.done == ["fake-ok_train_b2"]
+    assert len(recorder.processes) == 3
+    wait_until(lambda: not any(map(alive, recorder.processes)))
+
+
+def test_a_killed_workload_is_reported_though_its_workers_live_on(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("killed ok", tmp_path, recorder)
+    assert report.failed == {"fake-killed_train_b2": "killed by SIGKILL (out of memory?)"}
+    assert report.done == ["fake-ok_train_b2"]
+    wait_until(lambda: not any(map(alive, recorder.processes)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_killed_server_takes_its_workload_along_and_is_started_anew(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("kills_server ok", tmp_path, recorder)
+    (error,) = report.failed.values()
+    assert "the fork server died (exit status -9)" in error
+    assert report.done == ["fake-ok_train_b2"]
+    server, child, worker = recorder.processes
+    wait_until(lambda: not (alive(server) or alive(child)))
+    os.kill(worker, signal.SIGKILL)  # a loader's workers look after their parent; this one sleeps
+
+
+@contextlib.contextmanager
+def other_runner(folder: Path, models: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A runner in another process, and the server, workload and worker that its last job told of."""
+    plan = msgspec.json.encode([job(model) for model in models.split()]).decode()
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUNNER, FAKE_SERVER, str(folder), plan], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            text = line.strip().split("|")[-1]
+            if text.startswith("pids "):
+                yield process, pids(text)
+                break
+        else:
+            raise AssertionError("no workload said which processes it has")
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_nothing_outlives_a_killed_runner_and_resume_runs_the_rest(tmp_path: Path) -> None:
+    with other_runner(tmp_path, "ok sleep") as (process, processes):
+        assert all(map(alive, processes))
+        process.kill()
+        wait_until(lambda: not any(map(alive, processes)))
+    assert names(tmp_path) == ["fake-ok_train_b2.parquet"]
+    torn = tmp_path / "shards" / ".fake-sleep_train_b2.parquet.1-ab.tmp"
+    torn.touch()
+    recorder = Recorder()
+    report = run("ok sleep", tmp_path, recorder, resume=True, time_limit=0.5)
+    assert report.skipped == ["fake-ok_train_b2"]
+    assert list(report.failed) == ["fake-sleep_train_b2"]
+    assert recorder.kinds == ["skipped", "start", "failed"]
+    assert not torn.exists()
+
+
+def test_interrupt_stops_the_workload_and_keeps_what_is_finished(tmp_path: Path) -> None:
+    with other_runner(tmp_path, "ok sleep ok.2") as (process, processes):
+        process.send_signal(signal.SIGINT)
+        process.wait(SECONDS)
+        assert process.returncode == -signal.SIGINT  # as Python ends on an uncaught KeyboardInterrupt
+        assert not any(map(alive, processes))
+    assert names(tmp_path) == ["fake-ok_train_b2.parquet"]
+
+
+def test_interrupt_raises(tmp_path: Path) -> None:
+    def interrupt(event: JobEvent) -> None:
+        if event.text.startswith("pids "):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("ok sleep", tmp_path, interrupt)
+    assert names(tmp_path) == ["fake-ok_train_b2.parquet"]
+
+
+def test_one_folder_one_runner(tmp_path: Path) -> None:
+    with other_runner(tmp_path, "sleep"), pytest.raises(UserError, match="in use"):
+        run("sleep", tmp_path, resume=True)
+
+
+def test_a_finished_run_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("ok", tmp_path)
+    monkeypatch.setattr(runner, "SERVER", ("no-such-program",))
+    assert run("ok", tmp_path, resume=True).skipped == ["fake-ok_train_b2"]
+
+
+def test_a_run_is_resumed_only_on_demand_and_with_its_own_plan(tmp_path: Path) -> None:
+    run("ok", tmp_path)
+    with pytest.raises(UserError, match="holds a run already: add --resume"):
+        run("ok", tmp_path)
+    with pytest.raises(UserError, match="of another plan"):
+        run("ok error", tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(UserError, match="is no run"):
+        run("ok", tmp_path, resume=resume)
+    with pytest.raises(UserError, match="is no run"):
+        run("ok", tmp_path / "photo.jpg", resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_names_that_collide_are_refused(tmp_path: Path) -> None:
+    assert len({job(model).name for model in ("a.b", "a-b", "a_b", "a.b-c", "a.b_c")}) == 5
+    with pytest.raises(UserError, match=r"would be written as fake-a-b_train_b2\.parquet"):
+        run("a-b a/b", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount")
+def test_full_disk(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    recorder = Recorder()
+    try:
+        with pytest.raises(UserError, match="log.jsonl cannot be written: No space left on device"):
+            run("full ok", tmp_path, recorder)
+        assert recorder.kinds == ["start", "failed"]
+        assert recorder.events[-1].text == "OSError: [Errno 28] No space left on device"
+        assert names(tmp_path) == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_real_workload_through_the_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward and a profile in a forked child, twice: it hangs if the server did more than import."""
+    monkeypatch.setattr(runner, "SERVER", (sys.executable, FAKE_SERVER, "tiny"))
+    clone = [Injection("redundant_copy", "clone")]
+    plan = [Job("tiny/net", "train", 4, 3, clone), Job("tiny/net", "infer", 4, 3, clone)]
+    report = collect(plan, tmp_path, device="cpu", time_limit=60)
+    assert report.failed == {}
+    assert report.traces == 4
+    for one in plan:
+        records = list(read_traces(shard_path(tmp_path, one)))
+        assert sorted(len(record.instances) for record in records) == [0, 1]
+        assert all(record.meta["mode"] == one.mode for record in records)
+
+
+@pytest.mark.slow
+def test_the_command_that_users_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All libraries imported, and a model of the zoo."""
+    monkeypatch.undo()
+    plan = [Job("timm/resnet18", "infer", 1, 3, [Injection("redundant_copy", "clone")])]
+    report = collect(plan, tmp_path, device="cpu")
+    assert report.failed == {}
+    assert report.traces == 2
+    assert len(list(read_traces(shard_path(tmp_path, plan[0])))) == 2

@@ -1,0 +1,59 @@
+"""A model that steps in a millisecond, for tests of the collector."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchtraceap.collect.model import ModelSpec
+
+
+class Twice(nn.Module):
+    """Calls its only child twice, so that neither call is a place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(self.shared(x))
+
+
+def build() -> nn.Module:
+    """Buffers that each call updates, random numbers, a write in place, and blocks of none of these."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()),
+        Twice(),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(8 * 36, 5),
+    )
+
+
+class Classify:
+    """Images and labels."""
+
+    def make_batch(self, batch_size, size, generator):
+        return {
+            "image": torch.rand(batch_size, *size, generator=generator),
+            "label": torch.randint(0, 5, (batch_size,), generator=generator),
+        }
+
+    def forward(self, model, batch, training):
+        return model(batch["image"])
+
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output, batch["label"])
+
+
+def spec(build=build, name: str = "tiny/net", adapter=None) -> ModelSpec:
+    """A row of the zoo around ``build``, which takes 3 x 6 x 6 images."""
+    sizes = {kind: {"train": (4,), "infer": (4,)} for kind in ("cpu", "gpu")}
+    return ModelSpec(
+        name=name, source="tiny", task="classification", family="tiny", backbone_family="tiny",
+        licence="Apache-2.0", params_m=0.01, build=build, adapter=adapter or Classify(), gpu_size=(3, 6, 6),
+        cpu_size=(3, 6, 6), batch_sizes=sizes,
+    )  # fmt: skip
