@@ -251,7 +251,7 @@ def test_full_disk(tmp_path: Path) -> None:
         pytest.skip("this container may not mount")
     recorder = Recorder()
     try:
-        with pytest.raises(UserError, match="log.jsonl cannot be written: No space left on device"):
+        with pytest.raises(UserError, match=r"log\.jsonl cannot be written: No space left on device"):
             run("full ok", tmp_path, recorder)
         assert recorder.kinds == ["start", "failed"]
         assert recorder.events[-1].text == "OSError: [Errno 28] No space left on device"
@@ -261,7 +261,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_real_workload_through_the_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, backward and a profile in a forked child, twice: it hangs if the server did more than import."""
+    """Forward, backward and profile in forked children, which hang if the server did more than import."""
     monkeypatch.setattr(runner, "SERVER", (sys.executable, FAKE_SERVER, "tiny"))
     clone = [Injection("redundant_copy", "clone")]
     plan = [Job("tiny/net", "train", 4, 3, clone), Job("tiny/net", "infer", 4, 3, clone)]
