@@ -70,7 +70,7 @@ def make_plan(
         seed: Equal seeds give equal plans.
 
     Raises:
-        UserError: A model or pattern is unknown, or nothing is left to run.
+        UserError: A model or pattern is unknown, or nothing is left to run or to inject.
     """
     specs = [ZOO[name] for name in dict.fromkeys(models)]
     catalogue = [PATTERNS[name] for name in dict.fromkeys(patterns)] if patterns else list(PATTERNS)
@@ -108,6 +108,9 @@ def make_plan(
         raise UserError(
             f"nothing to collect: none of {len(specs)} models runs on {device_type} in the modes asked for"
         )
+    if not any(job.injections for job in jobs):
+        reasons = {p.applies(device_type, job.mode) for p in catalogue for job in jobs}
+        raise UserError(f"nothing to inject: {'; '.join(sorted(map(str, reasons)))}")
     return jobs
 
 

@@ -145,8 +145,12 @@ def test_two_placements_in_one_trace() -> None:
     trace, segments = label(by_hand(rows), "s", [True] * 6, {4: 0, 5: 1})
     found = [(s.instance, trace.names[s.first_event]) for s in segments]
     assert found == [
-        (1, "aten::clone"), (0, "aten::relu"), (1, "CloneBackward0"), (0, "ReluBackward0"), (1, "copy_kernel"),
-    ]  # fmt: skip
+        (1, "aten::clone"),
+        (0, "aten::relu"),
+        (1, "CloneBackward0"),
+        (0, "ReluBackward0"),
+        (1, "copy_kernel"),
+    ]
 
 
 # -- real profiles on a CPU ---------------------------------------------------------------------------
