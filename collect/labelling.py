@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels import segments as runs_of
@@ -18,6 +19,8 @@ def label(
     trace: Trace, secret: str, backward: Sequence[bool], instance_of: dict[int, int]
 ) -> tuple[Trace, list[Segment]]:
     """Find the segments of every placement that acted, and remove all markers.
+
+    GPU work that was launched before the profile began goes too: nobody can say what it belongs to.
 
     Args:
         trace: As read from the profiler, with this session's markers.
@@ -33,9 +36,10 @@ def label(
     """
     markers = [parse_marker(secret, op.name) for op in trace.ops]
     is_marker = np.array([op.name.startswith(PREFIX) for op in trace.ops], dtype=bool)[trace.events.op]
-    stripped, _ = trace.select(~is_marker)
-    step = stripped.step
     events = trace.events
+    keep = ~is_marker & ~launched_before(trace)
+    stripped, _ = trace.select(keep)
+    step = stripped.step
     segments: list[Segment] = []
     for placement in {m.placement for m in markers if m is not None and m.on}:
         if placement not in instance_of:
@@ -43,7 +47,7 @@ def label(
         on = np.array([m is not None and m.on and m.placement == placement for m in markers], dtype=bool)
         member = runs_of.belongs(
             on[events.op], events.parent, events.launch, events.forward, backward=backward[placement]
-        )[~is_marker]
+        )[keep]
         run = runs_of.runs(member, stripped.events.lane, step)
         times = runs_of.bounds(run, stripped.events.start_ns, stripped.events.end_ns)
         for (first, count), (start, end) in zip(run.tolist(), times.tolist(), strict=True):
@@ -62,6 +66,11 @@ def label(
             )
     segments.sort(key=lambda s: (s.start_ns, s.lane, s.first_event))
     return number_steps(stripped), segments
+
+
+def launched_before(trace: Trace) -> NDArray[np.bool_]:
+    """GPU events of which neither the launch call nor the op is in the trace, bool, shape (events,)."""
+    return trace.on_gpu & (trace.events.launch < 0) & (trace.events.parent < 0)
 
 
 def number_steps(trace: Trace) -> Trace:

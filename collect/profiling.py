@@ -39,6 +39,9 @@ def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
                 step = number - warmup
                 loop.profiled_step = step if step >= 0 else None
                 loop.step()
+                if step == -1:
+                    # Work still queued would run in the profile without the calls that launched it.
+                    devices.synchronize(loop.device)
                 profiler.step()
     finally:
         loop.marking = False

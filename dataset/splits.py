@@ -8,11 +8,11 @@ alphabetically first backbone family. Ops without any tensor of one dimension or
 are alike in all models.
 
 **Split.** By unit, for each task on its own; a unit counts for the task that most of its traces have. The
-units of tasks that have only one are split together, as if they were of one task. Units are put in the
-order of a hash of seed and name, so that neither the order of the input nor other units of the task decide
-who comes first. Of n units the first max(1, round(0.2 n)) are test, the next max(1, round(0.1 n))
-validation, the rest train; of two units one is test and one train, a single one is train. Halves are
-rounded up.
+units of tasks that have only one are split together, as if they were of one task. Units with a held-out
+variant come first, because only test can use those traces; otherwise units are put in the order of a hash of
+seed and name, so that neither the order of the input nor other units of the task decide. Of n units the
+first max(1, round(0.2 n)) are test, the next max(1, round(0.1 n)) validation, the rest train; of two units
+one is test and one train, a single one is train. Halves are rounded up.
 
 **Held-out variants.** A trace with an instance of one stays if its unit is in test. In a unit of train or
 validation it is left out of the data set.
@@ -155,8 +155,11 @@ def assign(members: Iterable[Member], units: Mapping[str, str], seed: int) -> di
         seed: Part of the hash that orders the units.
     """
     tasks: dict[str, Counter[str]] = defaultdict(Counter)
+    heldout: set[str] = set()
     for one in members:
         tasks[units[one.trace_id]][one.task] += 1
+        if one.heldout:
+            heldout.add(units[one.trace_id])
     by_task: dict[str, list[str]] = defaultdict(list)
     for unit, counts in tasks.items():
         most = min(counts, key=lambda task: (-counts[task], task))
@@ -166,7 +169,9 @@ def assign(members: Iterable[Member], units: Mapping[str, str], seed: int) -> di
     strata = [names for names in by_task.values() if len(names) > 1] + [alone]
     splits: dict[str, str] = {}
     for names in strata:
-        names.sort(key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
+        names.sort(
+            key=lambda name: (name not in heldout, hashlib.sha256(f"{seed}:{name}".encode()).digest())
+        )
         test, validation = _sizes(len(names))
         for place, name in enumerate(names):
             if place < test:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -134,6 +135,16 @@ def test_heldout_variants_are_in_test_or_nowhere():
     assert placement("test", True) == placement("test", False) == "test"
     assert placement("train", True) is placement("validation", True) is None
     assert placement("train", False) == "train"
+
+
+def test_units_with_heldout_variants_are_test_before_others():
+    members = workloads(10)
+    heldout = {members[i].trace_id for i in (3, 7)}  # two test units of ten
+    members = [dataclasses.replace(one, heldout=one.trace_id in heldout) for one in members]
+    units = {one.trace_id: one.trace_id for one in members}
+    for seed in range(5):
+        splits = assign(members, units, seed)
+        assert {unit for unit, split in splits.items() if split == "test"} == heldout
 
 
 def test_an_unknown_variant_is_an_error_not_a_leak():
