@@ -43,7 +43,12 @@ class _Dispatched(TorchDispatchMode):
         self._was = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        with self:  # in inference mode composite operators (to, contiguous, reshape) arrive whole
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
         self.operators += 1
         sources = [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
         if not sources or not isinstance(out, torch.Tensor):

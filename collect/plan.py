@@ -108,7 +108,7 @@ def make_plan(
         raise UserError(
             f"nothing to collect: none of {len(specs)} models runs on {device_type} in the modes asked for"
         )
-    if not any(job.injections for job in jobs):
+    if per_workload and not any(job.injections for job in jobs):
         reasons = {p.applies(device_type, job.mode) for p in catalogue for job in jobs}
         raise UserError(f"nothing to inject: {'; '.join(sorted(map(str, reasons)))}")
     return jobs
