@@ -16,17 +16,22 @@ from torchtraceap.dataset.trace import Trace
 
 PROFILED_STEPS = 3
 WARMUP_STEPS = 2
+LEAD_IN = 1
+"""Steps that are recorded and then cut away: they give the GPU the backlog of a loop that has been running,
+made of work whose launch calls, and so whose labels, are known."""
 
 
 def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
     """Profile the loop's next steps, with markers; shapes on, stacks and memory off.
+
+    The trace has ``LEAD_IN`` steps more than are published, in front.
 
     Args:
         loop: Warm, armed as the trace shall have it.
         settle: Steps that what is armed takes to settle; the profiler warms up at least so long.
     """
     warmup = max(WARMUP_STEPS, settle)
-    plan = schedule(wait=0, warmup=warmup, active=PROFILED_STEPS, repeat=1)
+    plan = schedule(wait=0, warmup=warmup, active=LEAD_IN + PROFILED_STEPS, repeat=1)
     loop.marking = True
     try:
         with (
@@ -35,11 +40,10 @@ def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
                 activities=devices.activities(loop.device), schedule=plan, record_shapes=True, acc_events=True
             ) as profiler,
         ):
-            for number in range(warmup + PROFILED_STEPS):
-                step = number - warmup
+            for step in range(-LEAD_IN - warmup, PROFILED_STEPS):
                 loop.profiled_step = step if step >= 0 else None
                 loop.step()
-                if step == -1:
+                if step == -LEAD_IN - 1:
                     # Work still queued would run in the profile without the calls that launched it.
                     devices.synchronize(loop.device)
                 profiler.step()
@@ -71,24 +75,3 @@ def gpu_busy(trace: Trace) -> float:
     start, end = start[order], end[order]
     reached = np.maximum.accumulate(np.concatenate([[low], end[:-1]]))
     return float(np.maximum(end - np.maximum(start, reached), 0).sum() / (high - low))
-
-
-def keep_steps(trace: Trace, first: int, count: int) -> Trace:
-    """The trace of profiled steps ``first`` to ``first + count`` alone, with what the GPU ran for them."""
-    bounds = trace.step_bounds[first : first + count]
-    start = trace.events.start_ns
-    between = (trace.step < 0) & (start >= bounds[0, 0]) & (start < bounds[-1, 1])
-    kept, _ = trace.select(((trace.step >= first) & (trace.step < first + count)) | between)
-    return kept
-
-
-def capped(trace: Trace, cap: int, wanted: int) -> Trace:
-    """The whole trace, or as many of its steps, ``wanted`` among them, as stay below ``cap`` events.
-
-    One step is always kept, however many events it has.
-    """
-    steps = len(trace.step_bounds)
-    if len(trace) <= cap:
-        return trace
-    count = max(1, min(steps - 1, int(cap / len(trace) * steps)))
-    return keep_steps(trace, min(wanted, steps - count), count)

@@ -15,8 +15,9 @@ import msgspec
 import torch
 
 from torchtraceap.collect import devices, profiling
+from torchtraceap.collect.cutting import keep_steps, steps_below
 from torchtraceap.collect.evidence import absent_by_dispatch, exhaustive
-from torchtraceap.collect.labelling import label
+from torchtraceap.collect.labelling import label, number_steps
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.collect.measure import block_steps, measure_cost, median_clean_ms, step_seconds
 from torchtraceap.collect.model import ZOO
@@ -251,15 +252,20 @@ class Session:
         finally:
             for one in arm:
                 one.placement.armed = False
-        # If only a part can be kept, then one in which the arm's pattern acts.
-        acting = arm[0].placement.steps if arm else None
-        wanted = self.rng.choice(sorted(acting or range(profiling.PROFILED_STEPS)))
-        trace, segments = label(
-            profiling.capped(whole, self.event_cap, wanted),
+        whole, segments = label(
+            whole,
             self.secret,
             backward=[one.pattern.mechanism == "marker+backward" for one in self.injected],
             instance_of={one.placement.index: i for i, one in enumerate(arm)},
         )
+        whole, segments = keep_steps(whole, segments, profiling.LEAD_IN, profiling.PROFILED_STEPS)
+        trace = whole
+        if (count := steps_below(whole, self.event_cap)) < profiling.PROFILED_STEPS:
+            # A part in which the arm's pattern acts, if it does not act in all steps.
+            acting = arm[0].placement.steps if arm else None
+            first = self.rng.choice(sorted(acting or range(profiling.PROFILED_STEPS)))
+            trace, segments = keep_steps(whole, segments, min(first, profiling.PROFILED_STEPS - count), count)
+        trace = number_steps(trace)
         arm, segments = self._seen(arm, segments)
         instances = [one.instance() for one in arm]
         spec, loop = self.loop.spec, self.loop

@@ -163,15 +163,17 @@ class Trace:
     def step(self) -> NDArray[np.int32]:
         """Profiled step of each event, counted from 0; -1 outside of any.
 
-        A GPU event belongs to the step that launched it, though it may run later.
+        A GPU event belongs to the step that launched it, though it may run later; if neither its launch
+        call nor its op is in the trace, to none.
         """
         bounds = self.step_bounds
-        origin = np.where(self.events.launch >= 0, self.events.launch, np.arange(len(self)))
-        start = self.events.start_ns[origin]
         if not len(bounds):
             return np.full(len(self), -1, dtype=np.int32)
+        above = np.where(self.events.launch >= 0, self.events.launch, self.events.parent)
+        origin = np.where(self.on_gpu, above, np.arange(len(self)))
+        start = self.events.start_ns[origin]
         index = np.searchsorted(bounds[:, 0], start, side="right") - 1
-        inside = (index >= 0) & (start < bounds[np.maximum(index, 0), 1])
+        inside = (origin >= 0) & (index >= 0) & (start < bounds[np.maximum(index, 0), 1])
         return np.where(inside, index, -1).astype(np.int32)
 
     def select(self, keep: NDArray[np.bool_]) -> tuple[Trace, IntArray]:

@@ -10,9 +10,10 @@ import tiny
 import torch
 from torch import nn
 
+from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.labelling import label, number_steps
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.collect.profiling import profile_steps
+from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace
 from torchtraceap.labels.markers import PREFIX, Marker, marker_name, parse_marker
 from torchtraceap.labels.pattern import ModuleSite, Site
@@ -185,6 +186,12 @@ def profiled(mode, *placements: Placement) -> Trace:
     return profile_steps(loop, 0)
 
 
+def published(trace: Trace, segments: list[Segment]) -> tuple[Trace, list[Segment]]:
+    """Without the lead-in."""
+    trace, segments = keep_steps(trace, segments, LEAD_IN, PROFILED_STEPS)
+    return number_steps(trace), segments
+
+
 def placed(index: int, acting: set[int], steps=None, armed: bool = True) -> Placement:
     sites: list[Site] = []
     return Placement(index, sites, frozenset(acting), steps, armed)
@@ -203,7 +210,8 @@ def members(trace: Trace, segments: list[Segment]) -> np.ndarray:
 
 def test_training_profile() -> None:
     acting = {1, 6}
-    trace, segments = label(profiled("train", placed(0, acting, frozenset({0, 2}))), "s", [True], {0: 0})
+    marked = profiled("train", placed(0, acting, frozenset({0, 2})))
+    trace, segments = published(*label(marked, "s", [True], {0: 0}))
     trace.check()
     inside, ours = members(trace, segments), is_ours(trace)
     assert ours.any()
@@ -233,7 +241,7 @@ def test_inference_profile_of_two_placements() -> None:
     on = [parse_marker("s", op.name) for op in marked.ops if op.name.startswith(PREFIX)]
     assert {(m.placement, m.site) for m in on if m and m.on} == {(0, 2), (1, 4)}
     assert len({(m.placement, m.site) for m in on if m}) == 3 * 11  # every candidate is marked
-    trace, segments = label(marked, "s", [True, True, True], {0: 0, 1: 1})
+    trace, segments = published(*label(marked, "s", [True, True, True], {0: 0, 1: 1}))
     assert [(s.instance, s.step) for s in segments] == [(i, step) for step in range(3) for i in (0, 1)]
     assert np.array_equal(members(trace, segments) & is_ours(trace), is_ours(trace))
 
@@ -263,7 +271,7 @@ def test_recomputation_of_a_checkpoint_belongs() -> None:
     site = next(one for one in loop.module_calls() if one.name == "inner.0")
     loop.install(Placement(0, [ModuleSite(site, softplus_twice, "after")], frozenset({0}), armed=True))
     loop.step()
-    trace, segments = label(profile_steps(loop, 0), "s", [True], {0: 0})
+    trace, segments = published(*label(profile_steps(loop, 0), "s", [True], {0: 0}))
     ours = is_ours(trace)
     assert (trace.names[ours] == "aten::softplus").sum() == 3 * 2 * 2  # steps, ops, forward and again
     assert not (ours & ~members(trace, segments)).any()
