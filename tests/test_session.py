@@ -1,0 +1,294 @@
+"""One workload, from the model to a file of labelled traces; only the costs are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from torchtraceap.collect import session
+from torchtraceap.collect.devices import hardware
+from torchtraceap.collect.loop import Placement, TrainingLoop
+from torchtraceap.collect.model import ZOO
+from torchtraceap.collect.plan import Injection, Job
+from torchtraceap.collect.profiling import PROFILED_STEPS
+from torchtraceap.collect.session import run_job
+from torchtraceap.dataset.build import check
+from torchtraceap.dataset.parquet import read_metadata, read_traces
+from torchtraceap.dataset.schema import SESSION_KEY, TRACE_META
+from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.errors import UserError
+from torchtraceap.labels.cost import Cost, conclude
+
+CLEAN_SECONDS = 0.010
+COPY = Injection("redundant_copy", "clone")
+OPTIMIZER = Injection("unfused_optimizer", "for_loop")
+NEEDS_GPU = Injection("host_sync", "item")
+CASTS = Injection("dtype_ping_pong", "round_trip")
+SCALAR_CAST = Injection("dtype_ping_pong", "scalar_cast")
+
+
+class Loop(TrainingLoop):
+    """Without workers, which take a second to start and to stop; tells of what is asked of it."""
+
+    asked: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.asked = []
+        super().__init__(*args, **kwargs)
+        loops.append(self)
+
+    def make_loader(self, **changes: Any) -> Any:
+        self.asked.append("loader")
+        return super().make_loader(**changes | {"workers": 0})
+
+    def module_calls(self) -> Any:
+        self.asked.append("calls")
+        return super().module_calls()
+
+
+loops: list[Loop] = []
+told: list[str] = []
+ratios: dict[str, float] = {}
+"""Step time with a variant over that without; 1 where nothing is said."""
+
+
+def made_up_cost(loop: TrainingLoop, placement: Placement, **_: Any) -> Cost:
+    """What ``measure_cost`` returns when all pairs are alike; steps once in each arm, as it does."""
+    for placement.armed in (True, False):
+        loop.step()
+    ratio = ratios.get(told[-1].removeprefix("measuring ").split("/")[1], 1.0)
+    return conclude([(CLEAN_SECONDS, CLEAN_SECONDS * ratio)] * 12, 6)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ZOO.names()
+    for spec in (tiny.spec(), tiny.spec(Failing, "tiny/fails")):
+        monkeypatch.setitem(ZOO._entries, spec.name, spec)
+    monkeypatch.setattr(session, "TrainingLoop", Loop)
+    monkeypatch.setattr(session, "measure_cost", made_up_cost)
+    monkeypatch.setattr(session, "WARMUP_STEPS", 1)
+    for kept in (loops, told, ratios):
+        kept.clear()
+    yield
+    torch.set_num_threads(threads)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(108, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no forward today")
+
+
+def job(
+    *injections: Injection, mode: Any = "train", model: str = "tiny/net", seed: int = 3, **rest: Any
+) -> Job:
+    return Job(model, mode, 4, seed, list(injections), **rest)
+
+
+def run(one: Job, folder: Path, event_cap: int = 60_000) -> tuple[dict[str, Any], list[TraceRecord]]:
+    """The summary, and the records of the shard, each checked as ``build`` does."""
+    out = folder / "shard.parquet"
+    summary = run_job(one, out, device="cpu", event_cap=event_cap, progress=told.append)
+    records = list(read_traces(out))
+    for record in records:
+        check(record, "the shard")
+    return summary, records
+
+
+def of(records: list[TraceRecord], *patterns: str) -> TraceRecord:
+    """The trace that holds exactly these injected patterns."""
+    (found,) = [
+        record
+        for record in records
+        if [i.pattern for i in record.instances if i.source == "injected"] == list(patterns)
+    ]
+    return found
+
+
+def told_of(folder: Path) -> dict[str, Any]:
+    return json.loads(read_metadata(folder / "shard.parquet")[SESSION_KEY])
+
+
+def test_traces_of_a_workload(tmp_path: Path) -> None:
+    ratios["clone"] = 1.2
+    summary, records = run(job(COPY, OPTIMIZER), tmp_path)
+    clean, copy, optimizer = of(records), of(records, COPY.pattern), of(records, OPTIMIZER.pattern)
+    assert len(records) == 3
+    assert summary == {
+        "traces": 3,
+        "events": sum(len(record.trace) for record in records),
+        "segments": len(copy.segments) + len(optimizer.segments),
+        "states": ["redundant_copy/clone: costly", "unfused_optimizer/for_loop: benign"],
+        "skipped": [],
+    }
+    assert (clean.quality, copy.quality, optimizer.quality) == ("good", "bad", "good")
+    assert clean.segments == []
+    for record in records:
+        assert set(record.meta) == set(TRACE_META.names)
+        assert record.meta["quality"] == record.quality
+        assert record.meta["split_unit"] == ""
+        assert record.meta["hardware_id"] == hardware(torch.device("cpu"))["hardware_id"]
+        assert (record.meta["task"], record.meta["mode"]) == ("classification", "train")
+        assert (record.meta["precision"], record.meta["input_shape"]) == ("fp32", "3x6x6")
+        assert (record.meta["batch_size"], record.meta["steps"]) == (4, 3)
+        assert len(record.trace.step_bounds) == 3
+        assert "host_sync" in record.exhaustive  # nothing can wait for a GPU here
+    assert len({record.meta["pair_id"] for record in records}) == 1
+    ids = [record.trace_id for record in records]
+    assert ids == sorted(set(ids))  # random, so that nothing is left of the order of profiling
+
+
+def test_instances_and_segments(tmp_path: Path) -> None:
+    ratios["clone"] = 1.2
+    _, records = run(job(COPY, OPTIMIZER), tmp_path)
+    for pattern in (COPY.pattern, OPTIMIZER.pattern):
+        record = of(records, pattern)
+        (instance,) = record.instances
+        assert instance.cost_ratio == pytest.approx(1.2 if pattern == COPY.pattern else 1.0)
+        steps = {segment.step for segment in record.segments}
+        assert instance.every_step == (len(steps) == PROFILED_STEPS)
+        acting = len(steps) / PROFILED_STEPS
+        expected = CLEAN_SECONDS * 1e3 + instance.cost_ms * acting
+        assert record.meta["step_ms"] == pytest.approx(expected, rel=1e-5)
+        assert {segment.instance for segment in record.segments} == {0}
+    copies = of(records, COPY.pattern)
+    firsts = [copies.trace.names[s.first_event] for s in copies.segments]
+    sites, acting = copies.instances[0].sites, len({s.step for s in copies.segments})
+    assert firsts.count("aten::clone") == sites * acting
+    assert any("CloneBackward0" in name for name in firsts)
+    updates = of(records, OPTIMIZER.pattern)
+    names = {updates.trace.names[s.first_event] for s in updates.segments}
+    assert names == {"Optimizer.step#AdamW.step"}
+
+
+def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
+    one = job(COPY, NEEDS_GPU, lookalike=SCALAR_CAST)
+    _, records = run(one, tmp_path)
+    session_ = told_of(tmp_path)
+    assert session_["job"] == msgspec.to_builtins(one)
+    assert session_["hardware"] == hardware(torch.device("cpu"))
+    assert session_["skipped"] == ["host_sync/item: host_sync needs a GPU"]
+    assert session_["event_cap"] == 60_000
+    assert session_["block_steps"] >= 1
+    instances = {(row["trace_id"], row["instance"]): row for row in session_["instances"]}
+    assert set(instances) == {(r.trace_id, i) for r in records for i in range(len(r.instances))}
+    for record in records:
+        for i, instance in enumerate(record.instances):
+            row = instances[record.trace_id, i]
+            assert row["ratio"] == pytest.approx(instance.cost_ratio)
+            assert len(row["pairs"]) == 12
+
+
+def test_costs_are_measured_before_the_first_profile(tmp_path: Path) -> None:
+    run(job(COPY, OPTIMIZER, lookalike=SCALAR_CAST), tmp_path)
+    kinds = [text.split()[0] for text in told]
+    assert kinds == ["building", "warming"] + ["measuring"] * 3 + ["profiling"] * 3
+
+
+def test_a_lookalike_appears_in_some_traces_and_is_never_costly(tmp_path: Path) -> None:
+    seen = []
+    for seed, (ratio, state) in enumerate([(1.0, "benign"), (1.5, "undecided")] * 2):
+        ratios["scalar_cast"] = ratio
+        _, records = run(job(COPY, OPTIMIZER, lookalike=SCALAR_CAST, seed=seed), tmp_path)
+        for record in records:
+            twins = [i for i, one in enumerate(record.instances) if one.source == "lookalike"]
+            seen.append(bool(twins))
+            for i in twins:
+                assert record.instances[i].state == state
+                assert any(segment.instance == i for segment in record.segments)
+    assert set(seen) == {True, False}
+
+
+def test_a_lookalike_that_would_hide_a_pattern_stays_out(tmp_path: Path) -> None:
+    stall = Injection("dataloader_stall", "main_process")
+    summary, records = run(job(stall, lookalike=Injection("dataloader_stall", "views")), tmp_path)
+    assert summary["skipped"] == [
+        "dataloader_stall/views: would stand in for the stage that a pattern stands in for"
+    ]
+    assert all(one.source == "injected" for record in records for one in record.instances)
+
+
+def test_spares_stand_in_for_what_finds_no_place(tmp_path: Path) -> None:
+    summary, records = run(job(NEEDS_GPU, COPY, spares=[CASTS, OPTIMIZER]), tmp_path)
+    assert [state.split(":")[0] for state in summary["states"]] == [
+        "redundant_copy/clone", "dtype_ping_pong/round_trip",
+    ]  # fmt: skip
+    assert len(records) == 3
+    assert summary["skipped"] == ["host_sync/item: host_sync needs a GPU"]
+
+
+def test_a_plan_that_cannot_be_met(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tiny/net: nothing can be injected") as raised:
+        run(job(NEEDS_GPU, OPTIMIZER, mode="infer"), tmp_path)
+    assert "host_sync needs a GPU" in str(raised.value)
+    assert "unfused_optimizer occurs only in train" in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_clean_workload(tmp_path: Path) -> None:
+    summary, (record,) = run(job(mode="infer"), tmp_path)
+    assert summary["states"] == []
+    assert record.quality == "good"
+    assert record.meta["step_ms"] > 0
+    assert record.meta["profiler_ratio"] > 0
+
+
+def test_a_failing_model_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no forward today"):
+        run(job(COPY, model="tiny/fails"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cap_keeps_a_step_in_which_the_pattern_acts(tmp_path: Path, seed: int) -> None:
+    _, records = run(job(COPY, seed=seed), tmp_path, event_cap=1)
+    for record in records:
+        assert record.meta["steps"] == len(record.trace.step_bounds) == 1
+        assert {segment.step for segment in record.segments} <= {0}
+        assert "ProfilerStep#0" in record.trace.names
+    assert of(records, COPY.pattern).segments
+    assert told_of(tmp_path)["event_cap"] == 1
+
+
+def test_equal_seeds_place_alike(tmp_path: Path) -> None:
+    def places(seed: int) -> list[tuple[str, list[tuple[int, str]]]]:
+        _, records = run(job(COPY, CASTS, seed=seed), tmp_path)
+        found = [of(records, COPY.pattern), of(records, CASTS.pattern)]
+        return [
+            (r.instances[0].pattern, [(s.step, str(r.trace.names[s.first_event])) for s in r.segments])
+            for r in found
+        ]
+
+    assert places(5) == places(5)
+    assert places(5) != places(6)
+
+
+def test_loaders_with_workers_are_made_before_the_model_computes(tmp_path: Path) -> None:
+    run(job(COPY, lookalike=Injection("dataloader_stall", "light_workers")), tmp_path)
+    (loop,) = loops
+    assert loop.asked[:3] == ["loader", "loader", "calls"]  # its own, the look-alike's, the places for copies
+
+
+def test_no_annotation_of_ours_is_left(tmp_path: Path) -> None:
+    _, records = run(job(COPY, CASTS, lookalike=SCALAR_CAST), tmp_path)
+    annotations = {
+        op.name for r in records for op in r.trace.ops if op.category not in ("cpu_op", "cuda_runtime")
+    }
+    numbered = {f"ProfilerStep#{i}" for i in range(PROFILED_STEPS)}
+    assert {
+        name for name in annotations if not name.startswith(("Optimizer.", "enumerate(DataLoader)"))
+    } == numbered
