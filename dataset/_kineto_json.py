@@ -233,8 +233,9 @@ _MENDED = {"control": "\ufffd", "surrogate": "\ufffd", "backslash": "\\\\"}
 def repaired(data: bytes) -> bytes:
     """Make JSON of what is nearly JSON.
 
-    Not-a-number and infinity become null. In strings, bytes that are not UTF-8, control characters and lone
-    surrogates become U+FFFD, and a backslash that escapes nothing becomes two.
+    A byte order mark, as editors put in front, goes. Not-a-number and infinity become null. In strings, bytes
+    that are not UTF-8, control characters and lone surrogates become U+FFFD, and a backslash that escapes
+    nothing becomes two.
     """
 
     def mend(token: re.Match[bytes]) -> bytes:
@@ -245,4 +246,4 @@ def repaired(data: bytes) -> bytes:
             lambda m: _MENDED[m.lastgroup] if m.lastgroup else m[0], text.decode("utf-8", "replace")
         ).encode()
 
-    return _TOKEN.sub(mend, data)
+    return _TOKEN.sub(mend, data.removeprefix(b"\xef\xbb\xbf"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,23 @@ def read_profile(path: Path) -> Profile:
     """Read a Kineto JSON file, plain or gzip (told apart by content).
 
     Raises:
-        UserError: The file cannot be read or unpacked, is larger than :data:`MAX_UNPACKED_BYTES`, or
-            :func:`parse` refuses it.
+        UserError: As for :func:`unpack` and :func:`parse`.
+    """
+    return parse(unpack(path), str(path))
+
+
+def unpack(path: Path) -> bytes:
+    """The JSON text in a file, plain or gzip. The file is read once, so a pipe will do.
+
+    Raises:
+        UserError: It cannot be read or unpacked, or is larger than :data:`MAX_UNPACKED_BYTES`.
     """
     chunks, size = [], 0
     try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else path.open("rb") as file:
+        with ExitStack() as stack:
+            file = stack.enter_context(path.open("rb"))
+            if file.peek(2)[:2] == b"\x1f\x8b":
+                file = stack.enter_context(gzip.open(file))
             while chunk := file.read(_CHUNK_BYTES):
                 chunks.append(chunk)
                 size += len(chunk)
@@ -99,7 +109,7 @@ def read_profile(path: Path) -> Profile:
     except (OSError, EOFError, zlib.error) as error:  # gzip reports damage by all three
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{path}: cannot be read: {reason}") from None
-    return parse(b"".join(chunks), str(path))
+    return b"".join(chunks)
 
 
 def parse(data: bytes, where: str) -> Profile:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from torchtraceap.dataset.parquet import read_traces, write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS
+
+FULL = Path("/dev/full")
+"""A device to which nothing can be written."""
 
 EVENTS = [
     {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 10, "dur": 90},
@@ -155,6 +159,49 @@ def test_an_output_that_exists_is_kept_unless_forced(traceap, trace_file, tmp_pa
     code, _, _ = traceap(command, trace_file, option, out, "--force")
     assert code == 0
     assert out.read_bytes()[:4] == (b"PAR1" if command == "convert" else b"<!do")
+
+
+@pytest.mark.parametrize("words", [["convert", "-o"], ["diagnose", "--html"]])
+def test_the_input_is_never_the_output(traceap, trace_file, words):
+    command, option = words
+    before = trace_file.read_bytes()
+    link = trace_file.with_name("link")
+    link.symlink_to(trace_file)
+    refused(traceap(command, trace_file, option, link, "--force"), "link is the input")
+    assert trace_file.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [["convert", "-o", "out.parquet"], ["diagnose"]])
+def test_a_profile_may_come_through_a_pipe(trace_file, tmp_path, command):
+    name, *rest = command
+    run = subprocess.run(
+        [sys.executable, "-m", "torchtraceap.cli", name, "/dev/stdin", *rest],
+        input=trace_file.read_bytes(), capture_output=True, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert b"2 events" in run.stdout
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("words", [["patterns", "list"], ["patterns", "list", "--json"], ["--help"]])
+def test_output_that_cannot_be_written(words):
+    with FULL.open("w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "torchtraceap.cli", *words],
+            stdout=full, stderr=subprocess.PIPE, timeout=60, check=False,
+        )  # fmt: skip
+    assert (run.returncode, run.stderr) == (2, b"traceap: output: No space left on device\n")
+
+
+def test_a_terminal_without_unicode(trace_file, tmp_path):
+    odd = tmp_path / "tr\N{LATIN SMALL LETTER A WITH RING ABOVE}ce.json.gz"
+    trace_file.rename(odd)
+    run = subprocess.run(
+        [sys.executable, "-m", "torchtraceap.cli", "diagnose", odd],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0
+    assert run.stdout.startswith(b"tr\\xe5ce.json.gz")
 
 
 @pytest.mark.parametrize("words", [["build", "run", "-o"], ["detect", "x", "--detector", "rules", "-o"]])

@@ -361,6 +361,7 @@ def test_forward_op_is_the_latest_one_before_the_backward_op():
 
 def test_near_json_is_repaired():
     text = (
+        b"\xef\xbb\xbf"
         b'{"traceEvents":[{"ph":"X","cat":"kernel","name":"NaN \\q \xff \x01 \\ud800 ok\\n","pid":0,"tid":7,'
         b'"ts":1,"dur":2,"args":{"est. achieved occupancy %":NaN,"bandwidth (GB/s)":-Infinity,"x":nan}}]}'
     )

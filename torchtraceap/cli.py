@@ -7,9 +7,11 @@ import what they need when they run: `traceap --help` loads neither torch nor pa
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,6 +57,7 @@ for _module in (catalogue, collecting, data, scoring, demo):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
+    _prepare_streams()
     command = typer.main.get_command(app)
     try:
         result = command.main(args=arguments, prog_name="traceap", standalone_mode=False)
@@ -64,12 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         result = INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return INCOMPLETE
     except OSError as error:
-        if error.filename is None:
+        if error.errno is None:
             raise
-        return _refuse(f"{error.filename}: {error.strerror}")
+        if error.filename is None:  # files have names: it was a stream, and what it holds cannot be flushed
+            _drop_stdout()
+        return _refuse(f"{error.filename or 'output'}: {os.strerror(error.errno)}")
     except Exception as error:
         # Usage errors derive from click's exception or from Typer's own copy of it, depending on the version.
         if not hasattr(error, "format_message"):
@@ -80,6 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if result == INTERRUPTED:
         sys.stderr.write("traceap: interrupted\n")
     return result if isinstance(result, int) else 0
+
+
+def _prepare_streams() -> None:
+    """Let output never fail for a character that the terminal's encoding lacks, or for a closed stream."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller: `>&-`
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open to the end of the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    """Send to nowhere what is still to be flushed, which the interpreter would try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(message: str) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtraceap.errors import UserError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -15,12 +17,22 @@ def replacing(path: Path) -> Iterator[Path]:
 
     The temporary name starts with a dot and ends in ``.tmp``: globs for data files never match it, and a
     killed writer leaves only such a file behind. It is removed when the block raises.
+
+    Raises:
+        UserError: ``path`` is a folder, a device or a pipe, which a rename would fail on or do away with.
+        OSError: The disk is full, say; names ``path``, which the writers of Arrow do not.
     """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file, so it cannot be replaced by one")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
         temporary.replace(path)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(temporary)):
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -16,12 +16,15 @@ Split = Annotated[str, typer.Option("--split", help="train, validation or test."
 Dataset = Annotated[Path, typer.Argument(metavar="DATASET", help="Folder that `traceap build` made.")]
 
 
-def check_output(path: Path, *, force: bool) -> None:
-    """Refuse to write over anything that exists unless told to.
+def check_output(path: Path, *, force: bool, source: Path | None = None) -> None:
+    """Refuse to write over anything that exists unless told to, and over the input in any case.
 
     Raises:
-        UserError: ``path`` exists and ``force`` is not given; an empty folder counts as not existing.
+        UserError: ``path`` exists and ``force`` is not given, where an empty folder counts as not existing;
+            or it is ``source``.
     """
+    if source is not None and path.exists() and source.exists() and path.samefile(source):
+        raise UserError(f"{path} is the input; choose another output")
     if force or not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     raise UserError(f"{path} exists; choose another output or give --force")

@@ -35,7 +35,7 @@ def convert(
     """Convert a profile to the layout of the table `traces`, without labels."""
     from torchtraceap.dataset.parquet import write_traces
 
-    check_output(out, force=force)
+    check_output(out, force=force, source=profile)
     record = _unlabelled(profile)
     write_traces(out, [record])
     facts = {
@@ -56,16 +56,15 @@ def convert(
 
 
 def _unlabelled(path: Path) -> TraceRecord:
-    """A record of which only the trace is known; its id is a digest of the file."""
+    """A record of which only the trace is known; its id is a digest of the unpacked file."""
     import numpy as np
 
-    from torchtraceap.dataset.kineto import read_profile
+    from torchtraceap.dataset.kineto import parse, unpack
     from torchtraceap.dataset.trace import TraceRecord
 
-    profile = read_profile(path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    trace = profile.trace
+    data = unpack(path)
+    digest = hashlib.sha256(data).hexdigest()
+    trace = parse(data, str(path)).trace
     bounds = trace.step_bounds
     return TraceRecord(
         trace=trace,
@@ -144,7 +143,7 @@ def diagnose(
     from torchtraceap.eval.diagnose import to_text
 
     if html is not None:
-        check_output(html, force=force)
+        check_output(html, force=force, source=profile)
     diagnosis = diagnose_file(profile)
     if html is not None:
         from torchtraceap.eval.report import write_diagnosis
