@@ -61,7 +61,7 @@ format: env ## rewrite the code in the project's format
 
 .PHONY: demo
 demo: env ## collect, label, build, detect and score on this machine (minutes)
-	$(BIN)/traceap demo
+	$(BIN)/traceap demo --resume
 
 .PHONY: bench
 bench: env ## run every program in benchmarks/ and print its ratios
