@@ -59,7 +59,9 @@ class _Dispatched(TorchDispatchMode):
         if name in ("_to_copy", "copy_") and cast:
             was = self._was.get(source)
             self.round_trips += was is not None and was[0] == out.dtype
-            self._was[out] = (source.dtype, 0)
+            # A weight in a narrower type is no round trip of what is computed with it.
+            if not isinstance(source, torch.nn.Parameter):
+                self._was[out] = (source.dtype, 0)
             return out
         if name in ("_to_copy", "clone", "copy_"):
             same = (

@@ -230,7 +230,7 @@ class TrainingLoop:
         """State of the generators that a model may draw from; it changes with every draw."""
         states = [torch.get_rng_state()]
         if self.device.type != "cpu":
-            states.append(torch.get_device_module(self.device).get_rng_state())
+            states.append(torch.get_device_module(self.device).get_rng_state(self.device))
         return [state.numpy().tobytes() for state in states]
 
     @contextmanager

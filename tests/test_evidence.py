@@ -90,6 +90,20 @@ def test_found(change: Callable[[torch.Tensor], torch.Tensor], pattern: str, mod
     assert absent_by_dispatch(loop_of(change, mode)) == BY_DISPATCH - {pattern}
 
 
+def test_autocast_of_weights_is_no_round_trip() -> None:
+    class Autocast(WithoutWorkers):
+        def _autocast(self) -> Any:
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def absent(mode: Mode, change: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        loop = Autocast(tiny.spec(lambda: Net(change)), mode, 4, torch.device("cpu"), secret="s", seed=1)
+        return "dtype_ping_pong" in absent_by_dispatch(loop)
+
+    for mode in ("train", "infer"):
+        assert absent(mode, lambda x: x.relu())  # the head gives bfloat16, which the loss takes as float32
+        assert not absent(mode, lambda x: x.float().bfloat16())
+
+
 def test_the_loss_is_looked_at_too() -> None:
     class CopiesInLoss(tiny.Classify):
         def loss(self, output, batch):
