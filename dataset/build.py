@@ -8,12 +8,14 @@ shards and on the seed, not on names or order.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
-import secrets
 import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from torchtraceap.dataset.parquet import read_metadata, read_traces, write_table
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.windows import WINDOWS, window_table
 from torchtraceap.errors import UserError
-from torchtraceap.files import write_text
 from torchtraceap.labels.markers import PREFIX
 from torchtraceap.labels.multiplicity import discoveries
 
@@ -42,6 +43,8 @@ SCHEMAS = {
     "hardware": schema.HARDWARE,
 }
 TRACES_PER_FILE = 256
+WORK = (".build-", ".tmp")
+"""How the names of folders begin and end in which a build writes, within the data set's."""
 
 Progress = Callable[[str, int, int], None]
 """Told the stage (``checking`` shards, then ``writing`` traces), how many are done, and of how many."""
@@ -84,12 +87,17 @@ def build(runs: Sequence[Path], out: Path, *, seed: int, progress: Progress | No
         progress: See :data:`Progress`.
 
     Raises:
-        UserError: A run has no shards, a shard is broken or holds what cannot be published, two disagree, or
-            ``out``/data holds other files. Nothing has been changed then.
+        UserError: A run has no shards, a shard is broken or holds what cannot be published, two disagree,
+            ``out``/data holds other files, or another build writes to ``out``. Nothing has been changed then.
     """
     tell = progress or (lambda stage, done, total: None)
-    _require_ours(out / "data")
     shards = _shards(runs)
+    with _claimed(out):
+        _require_ours(out / "data")
+        return _build(shards, out, seed, tell)
+
+
+def _build(shards: Sequence[Path], out: Path, seed: int, tell: Progress) -> BuildReport:
     survey = _Survey()
     for done, shard in enumerate(shards):
         tell("checking", done, len(shards))
@@ -97,30 +105,24 @@ def build(runs: Sequence[Path], out: Path, *, seed: int, progress: Progress | No
     tell("checking", len(shards), len(shards))
     decisions = _decide(survey, seed)
 
-    work = out / f".build-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    work.mkdir(parents=True)
-    try:
-        writer = _Writer(work, survey, decisions, tell)
-        writer.run()
-        left_out = len(survey.members) - len(writer.released)
-        card = render_card(
-            work, SCHEMAS, writer.released, survey.hardware_rows(writer.released), left_out, seed
-        )
-        report = BuildReport(
-            traces={split: writer.count(split) for split in schema.SPLITS},
-            units={split: len(writer.units(split)) for split in schema.SPLITS},
-            left_out=left_out,
-            tested=decisions.tested,
-            demoted=len(decisions.demoted),
-            unplaced=sum(released.unplaced for released in writer.released),
-            windows=writer.windows,
-            segments=writer.segments,
-            size_bytes=sum(path.stat().st_size for path in (work / "data").iterdir()),
-        )
-        _swap(work, out)
-        write_text(out / "README.md", card)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=WORK[0], suffix=WORK[1], dir=out))
+    writer = _Writer(work, survey, decisions, tell)
+    writer.run()
+    left_out = len(survey.members) - len(writer.released)
+    card = render_card(work, SCHEMAS, writer.released, survey.hardware_rows(writer.released), left_out, seed)
+    (work / "README.md").write_text(card, encoding="utf-8")
+    report = BuildReport(
+        traces={split: writer.count(split) for split in schema.SPLITS},
+        units={split: len(writer.units(split)) for split in schema.SPLITS},
+        left_out=left_out,
+        tested=decisions.tested,
+        demoted=len(decisions.demoted),
+        unplaced=sum(released.unplaced for released in writer.released),
+        windows=writer.windows,
+        segments=writer.segments,
+        size_bytes=sum(path.stat().st_size for path in (work / "data").iterdir()),
+    )
+    _swap(work, out)
     return report
 
 
@@ -389,14 +391,44 @@ def _require_ours(data: Path) -> None:
         raise UserError(f"{data} would be replaced, but is no data set: {strangers[0]} does not belong there")
 
 
-def _swap(work: Path, out: Path) -> None:
-    """Put ``work``/data in the place of ``out``/data; back again if that fails."""
-    data, old = out / "data", work / "old"
-    if data.exists():
-        data.rename(old)
+@contextmanager
+def _claimed(out: Path) -> Iterator[None]:
+    """Make ``out`` and keep it ours alone while the block runs; what was there stays if the block fails.
+
+    That holds for a build that was killed, too: the next one first puts right what it left.
+    """
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        (work / "data").rename(data)
-    except OSError:
-        if old.exists():
-            old.rename(data)
-        raise
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes when this process does, however it ends
+        except BlockingIOError:
+            raise UserError(f"{out} is in use: another process builds into it") from None
+        _settle(out)
+        try:
+            yield
+        finally:
+            _settle(out)
+            if is_new and not any(out.iterdir()):
+                out.rmdir()
+    finally:
+        os.close(folder)
+
+
+def _settle(out: Path) -> None:
+    """Finish or undo the swap of a build that ended in the middle of it, and remove its folder."""
+    for work in out.glob("*".join(WORK)):
+        if (work / "old").exists() and not (out / "data").exists():
+            (work / "old").rename(out / "data")
+        elif (work / "README.md").exists() and not (work / "data").exists():
+            (work / "README.md").replace(out / "README.md")
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _swap(work: Path, out: Path) -> None:
+    """Put data and card of ``work`` in the place of those in ``out``; :func:`_settle` knows each state."""
+    if (out / "data").exists():
+        (out / "data").rename(work / "old")
+    (work / "data").rename(out / "data")
+    (work / "README.md").replace(out / "README.md")

@@ -307,3 +307,65 @@ def test_a_failure_while_writing_leaves_the_old_data(run, tmp_path, monkeypatch)
     with pytest.raises(OSError, match="disk full"):
         build([run], out, seed=8)
     assert files(out) == before
+
+
+@pytest.mark.parametrize("stage", range(3), ids=["nothing moved", "old data moved", "new data moved"])
+def test_a_build_killed_in_its_swap_is_settled_by_the_next(run, tmp_path, stage):
+    out = tmp_path / "out"
+    build([run], out, seed=7)
+    old = files(out)
+    build([run], tmp_path / "new", seed=8)
+    new = files(tmp_path / "new")
+    assert old != new
+    # What a kill leaves at that stage, made by hand.
+    work = out / ".build-x.tmp"
+    (tmp_path / "new").rename(work)
+    if stage >= 1:
+        (out / "data").rename(work / "old")
+    if stage >= 2:
+        (work / "data").rename(out / "data")
+
+    other = tmp_path / "other"
+    shard(other, "a", [random_record(3)], hardware=HARDWARE | {"driver": "2"})
+    with pytest.raises(UserError, match="disagree on hardware"):  # the next build fails, which undoes nothing
+        build([run, other], out, seed=9)
+    assert files(out) == (new if stage == 2 else old)
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "data"]
+
+
+def test_an_interrupt_between_two_renames_keeps_the_old_data(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    build([run], out, seed=7)
+    before = files(out)
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if target == out / "data" and self.name == "data":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build([run], out, seed=8)
+    assert files(out) == before
+
+
+def test_two_builds_at_once_into_one_folder(run, tmp_path):
+    out = tmp_path / "out"
+    complaints = []
+
+    def again(*_: Any) -> None:
+        with pytest.raises(UserError, match="is in use: another process builds into it") as caught:
+            build([run], out, seed=8)
+        complaints.append(caught.value)
+
+    build([run], out, seed=7, progress=again)
+    assert complaints
+    assert (out / "README.md").exists()
+
+
+def test_a_failed_build_leaves_no_new_folder(tmp_path):
+    shard(tmp_path / "run", "a", [random_record(1)], p=None)
+    with pytest.raises(UserError, match="p-value"):
+        build([tmp_path / "run"], tmp_path / "out", seed=7)
+    assert not (tmp_path / "out").exists()
