@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -480,3 +482,13 @@ def test_changes_to_the_optimizer(foreach: bool) -> None:
 def test_inference_has_no_optimizer_to_repeat() -> None:
     with pytest.raises(ValueError, match="no optimizer"):
         make_loop("infer").make_optimizer()
+
+
+def test_a_loop_goes_when_nobody_holds_it() -> None:
+    loop = make_loop()
+    place(loop, *every_site(loop))
+    loop.step()
+    gone = weakref.ref(loop.model)
+    del loop
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,111 @@
+"""Blocks of steps in pairs: how many, in which order, and what is left as it was."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from torchtraceap.collect import measure
+from torchtraceap.collect.loop import Placement
+from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS
+
+
+class Clock:
+    """A loop whose steps take the time that they are told to, on a clock that nothing else moves."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, placement: Placement, clean: float, ratio: float = 1.0, toggle: float = 0.0) -> None:
+        self.placement = placement
+        self.clean, self.ratio, self.toggle = clean, ratio, toggle
+        self.now = 0.0
+        self.arms: list[bool] = []
+
+    def step(self) -> None:
+        armed = self.placement.armed
+        changed = bool(self.arms) and self.arms[-1] != armed
+        self.now += self.clean * (self.ratio if armed else 1.0) + (self.toggle if changed else 0.0)
+        self.arms.append(armed)
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, *args: float, **kwargs: float) -> Any:
+    loop = Clock(Placement(0, [], frozenset()), *args, **kwargs)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: loop.now)
+    return loop
+
+
+def measured(loop: Any, seed: int = 0, settle: int = 1, steps: int = 2, **kwargs: Any) -> Any:
+    rng = random.Random(seed)
+    return measure.measure_cost(loop, loop.placement, steps=steps, settle=settle, rng=rng, **kwargs)
+
+
+def test_a_clear_case_ends_at_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 0.010, 1.5)
+    told: list[int] = []
+    cost = measured(loop, progress=told.append)
+    assert cost.state == "costly"
+    assert cost.ratio == pytest.approx(1.5)
+    assert cost.ms == pytest.approx(5.0)
+    assert cost.decided_at == LOOKS[0]
+    assert len(cost.pairs) == LOOKS[0] + REPORT_PAIRS
+    assert cost.pairs[0] == pytest.approx((0.010, 0.015))  # without, then with, whichever ran first
+    assert told == list(range(1, LOOKS[0] + REPORT_PAIRS + 1))
+    assert measured(clocked(monkeypatch, 0.010, 1.0)).state == "benign"
+
+
+def test_noise_goes_on_to_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 0.010)
+    noise = random.Random(1)
+    monkeypatch.setattr(measure, "step_seconds", lambda *_, **__: 0.010 * noise.uniform(0.8, 1.25))
+    cost = measured(loop)
+    assert cost.state == "undecided"
+    assert cost.decided_at == LOOKS[-1]
+    assert len(cost.pairs) == LOOKS[-1] + REPORT_PAIRS
+
+
+def test_either_arm_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 0.010, 1.5)
+    measured(loop, settle=0, steps=1)
+    first = loop.arms[::2]
+    assert all(a != b for a, b in zip(first, loop.arms[1::2], strict=True))  # each pair has both
+    assert 0 < sum(first) < len(first)
+    assert not loop.placement.armed
+
+
+def test_steps_after_a_toggle_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 0.010, 1.0, toggle=0.1)
+    assert measured(loop).state == "benign"
+    assert measured(clocked(monkeypatch, 0.010, 1.0, toggle=0.1)).ratio == pytest.approx(1.0)
+    assert len(loop.arms) == 2 * (LOOKS[0] + REPORT_PAIRS) * (1 + 2)
+
+
+def test_a_failing_step_leaves_placement_and_collector_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = clocked(monkeypatch, 0.010)
+
+    def fail() -> None:
+        assert not gc.isenabled()
+        if loop.placement.armed:
+            raise ZeroDivisionError
+
+    loop.step = fail
+    with pytest.raises(ZeroDivisionError):
+        measured(loop)
+    assert not loop.placement.armed
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.0001, 10), (0.025, 3), (0.030, 2), (5.0, 1), (0.0, 10)])
+def test_steps_a_block(monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int) -> None:
+    assert measure.block_steps(clocked(monkeypatch, seconds)) == steps
+
+
+def test_the_clean_step_is_the_median_over_all_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = [measured(clocked(monkeypatch, seconds)) for seconds in (0.010, 0.020, 0.011)]
+    assert measure.median_clean_ms(costs) == pytest.approx(11.0)
+    assert measure.median_clean_ms([]) != measure.median_clean_ms([])  # NaN
