@@ -4,7 +4,7 @@ A run is a folder:
 
     plan.json              the jobs, written once
     shards/<job>.parquet   the traces of a finished workload, renamed into place when whole
-    log.jsonl              one line an end of a workload, appended
+    log.jsonl              one line an end of a workload, appended; locked while the run goes on
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _follow(request: Request, pid: int, child: _Lines, events: Any, requests: _L
     deadline = time.monotonic() + request.time_limit
     while (left := deadline - time.monotonic()) > 0:
         # A child that was killed does not close the pipe while its loader workers hold it too.
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        ended = _has_ended(pid)
         ready, _, _ = select.select([child.fd, 0], [], [], 0 if ended else min(left, POLL_SECONDS))
         if 0 in ready and requests.closed():
             raise SystemExit(1)
@@ -114,6 +114,13 @@ def _follow(request: Request, pid: int, child: _Lines, events: Any, requests: _L
         elif ended:
             return b""
     return _failed(f"time limit of {request.time_limit:g} s reached")
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the child has ended, which leaves it to be waited for; False where the system cannot say."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return False
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _child(request: Request, write: int, server: int) -> None:
