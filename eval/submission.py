@@ -317,6 +317,9 @@ def _read(path: Path, schema: pa.Schema, row_type: type[msgspec.Struct]) -> pa.T
 def _read_parquet(path: Path, schema: pa.Schema, _: type[msgspec.Struct]) -> pa.Table:
     strings = [field.name for field in schema if pa.types.is_string(field.type)]
     try:
+        with pq.ParquetFile(path) as file:  # nothing is unpacked before its type is known
+            _check_columns(file.schema_arrow, schema, file.metadata.num_rows, str(path))
+            strings = [name for name in strings if _is_text(file.schema_arrow.field(name).type)]
         # Dictionaries stay dictionaries, so that a small file cannot unpack to gigabytes of one long string.
         with pq.ParquetFile(path, read_dictionary=strings) as file:
             metadata = file.metadata
@@ -325,8 +328,7 @@ def _read_parquet(path: Path, schema: pa.Schema, _: type[msgspec.Struct]) -> pa.
                 raise UserError(f"{path}: {metadata.num_rows} rows; at most {MAX_ROWS} are possible")
             if size > 4 * MAX_BYTES:
                 raise UserError(f"{path}: unpacks to {size} bytes; at most {4 * MAX_BYTES} are possible")
-            present = set(file.schema_arrow.names)
-            return file.read(columns=[name for name in schema.names if name in present])
+            return file.read(columns=schema.names)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file ({quoted(str(error))})") from None
 
@@ -370,9 +372,7 @@ def _table(rows: pa.Table | Iterable[msgspec.Struct], schema: pa.Schema, where: 
 
 def _conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
     """The columns of ``schema`` in its types; refuses what cannot be one."""
-    missing = [name for name in schema.names if name not in table.column_names]
-    if missing:
-        raise UserError(f"{where}: no column {', '.join(missing)}; needed: {', '.join(schema.names)}")
+    _check_columns(table.schema, schema, table.num_rows, where)
     if table.num_rows > MAX_ROWS:
         raise UserError(f"{where}: {table.num_rows} rows; at most {MAX_ROWS} are possible")
     columns = [_cast(table[field.name], field, where) for field in schema]
@@ -381,15 +381,35 @@ def _conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
     return table
 
 
+def _check_columns(found: pa.Schema, wanted: pa.Schema, rows: int, where: str) -> None:
+    """Refuse columns that are missing, there twice or, if there are rows, of a type that cannot be cast."""
+    missing = [name for name in wanted.names if name not in found.names]
+    if missing:
+        raise UserError(f"{where}: no column {', '.join(missing)}; needed: {', '.join(wanted.names)}")
+    if twice := [name for name in wanted.names if found.names.count(name) > 1]:
+        raise UserError(f"{where}: more than one column {', '.join(twice)}")
+    for field in wanted if rows else ():
+        kind = _unpacked(found.field(field.name).type)
+        if pa.types.is_string(field.type):
+            fits = _is_text(kind)
+        else:
+            floats = pa.types.is_floating(field.type) and pa.types.is_floating(kind)
+            fits = pa.types.is_integer(kind) or floats
+        if not (fits or pa.types.is_null(kind)):
+            raise UserError(f"{where}: column {field.name} holds {quoted(str(kind))}, not {field.type}")
+
+
+def _unpacked(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = _unpacked(kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
 def _cast(column: pa.ChunkedArray, field: pa.Field, where: str) -> pa.ChunkedArray:
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    wanted = field.type
-    textual = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    numeric = pa.types.is_integer(kind) or (pa.types.is_floating(wanted) and pa.types.is_floating(kind))
-    if len(column) == 0 or pa.types.is_null(kind):
-        textual = numeric = True
-    if not (textual if pa.types.is_string(wanted) else numeric):
-        raise UserError(f"{where}: column {field.name} holds {kind}, not {wanted}")
+    kind, wanted = _unpacked(column.type), field.type
     nulls = np.asarray(column.is_null(), dtype=bool)
     refuse_rows(where, [(nulls, lambda _: f"no {field.name}")])
     try:
@@ -401,7 +421,9 @@ def _cast(column: pa.ChunkedArray, field: pa.Field, where: str) -> pa.ChunkedArr
                     f"{where}: column {field.name} holds more than {MAX_TEXT} characters in a row"
                 )
         return column.cast(wanted, safe=pa.types.is_integer(wanted))
-    except pa.ArrowInvalid as error:
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: column {field.name} holds bytes that are not UTF-8") from None
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise UserError(f"{where}: column {field.name}: {quoted(str(error))}") from None
 
 

@@ -85,9 +85,9 @@ def test_empty_file_is_a_valid_submission(tmp_path: Path, name: str) -> None:
         ({"score": [-0.5, 0.2, 0.3]}, "row 1: score is -0.5, below 0"),
         ({"end_ns": [1, 4, 11]}, "row 2: ends at 4 before it starts at 5"),
         ({"lane": ["cpu", "tpu", "cpu"]}, "row 2: lane 'tpu'; possible: cpu, gpu"),
-        ({"start_ns": ["0", "5", "9"]}, "column start_ns holds string, not int64"),
-        ({"start_ns": [0.0, 5.0, 9.0]}, "column start_ns holds double, not int64"),
-        ({"trace_id": [1, 2, 3]}, "column trace_id holds int64, not string"),
+        ({"start_ns": ["0", "5", "9"]}, "column start_ns holds 'string', not int64"),
+        ({"start_ns": [0.0, 5.0, 9.0]}, "column start_ns holds 'double', not int64"),
+        ({"trace_id": [1, 2, 3]}, "column trace_id holds 'int64', not string"),
         ({"score": [0.1, None, 0.3]}, "row 2: no score"),
         ({"trace_id": ["a", "a", "b" * 201]}, "column trace_id holds more than 200 characters"),
     ],
@@ -97,6 +97,38 @@ def test_bad_rows_are_named(tmp_path: Path, changes: dict[str, object], message:
     pq.write_table(pa.table(columns(**changes)), tmp_path / "detections.parquet")
     with pytest.raises(UserError, match=message):
         read_submission(tmp_path)
+
+
+NOT_UTF8 = pa.Array.from_buffers(
+    pa.string(), 3, [None, pa.py_buffer(np.array([0, 1, 2, 4], np.int32)), pa.py_buffer(b"ab\xff\xfe")]
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("trace_id", [{"a": 1}] * 3, "column trace_id holds 'struct<a: int64>', not string"),
+        ("score", [[0.5]] * 3, "column score holds 'list<element: double>', not double"),
+        ("trace_id", NOT_UTF8, "column trace_id holds bytes that are not UTF-8"),
+        ("lane", NOT_UTF8, "column lane holds bytes that are not UTF-8"),
+    ],
+)
+def test_parquet_of_other_makers(tmp_path: Path, name: str, column: object, message: str) -> None:
+    write_submission(tmp_path, [], None, CARD)
+    pq.write_table(pa.table(columns(**{name: column})), tmp_path / "detections.parquet")
+    with pytest.raises(UserError, match=message):
+        read_submission(tmp_path)
+
+
+def test_a_column_that_is_there_twice(tmp_path: Path) -> None:
+    table = pa.table(columns())
+    table = table.append_column("score", table["score"])
+    write_submission(tmp_path, [], None, CARD)
+    pq.write_table(table, tmp_path / "detections.parquet")
+    with pytest.raises(UserError, match="more than one column score"):
+        read_submission(tmp_path)
+    with pytest.raises(UserError, match="more than one column score"):
+        Submission.of(CARD, table)
 
 
 def test_at_most_twenty_bad_rows_are_listed() -> None:
