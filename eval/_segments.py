@@ -115,12 +115,13 @@ def recovered_cost(evidence: Evidence) -> Statistic:
     """Share of the measured cost that is found, at the lowest score with few enough false alarms.
 
     The credit of a (trace, pattern, step) is its cost a step, given as a whole once one of its segments is
-    matched (greedily, at the lowest tIoU). Rows count down to, and not with, the score at which the clean
-    traces of the resample hold more than ``ALLOWED_ALARMS`` false alarms each.
+    matched (greedily, at the lowest tIoU). What a GPU had left of a step before the first one earns nothing:
+    the cost of that step lies outside of the trace. Rows count down to, and not with, the score at which the
+    clean traces of the resample hold more than ``ALLOWED_ALARMS`` false alarms each.
     """
     truth, located = evidence.truth, evidence.local
     rows, segments = located.rows, truth.segments
-    local = truth.local[segments.pattern]
+    local = truth.local[segments.pattern] & ((segments.step >= 0) | ~truth.has_steps[segments.trace])
     keys = np.stack([segments.trace, segments.pattern, segments.step])[:, local]
     triples, which = np.unique(keys, axis=1, return_inverse=True)
     which = which.reshape(-1)

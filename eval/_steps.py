@@ -8,8 +8,10 @@ import numpy as np
 
 from torchtraceap.eval.bootstrap import Statistic, f1, ratio
 from torchtraceap.eval.evidence import Evidence
-from torchtraceap.eval.intervals import Ints, Line, ranges
-from torchtraceap.eval.truth import Segments, Truth
+from torchtraceap.eval.intervals import Ints, Line, covered_share, pairs_above, ranges
+from torchtraceap.eval.rows import Rows
+from torchtraceap.eval.truth import Bools, Segments, Truth
+from torchtraceap.labels.types import LANE_CLASSES
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,7 @@ class Steps:
     def of(cls, truth: Truth) -> Steps:
         windows = truth.windows
         line = Line.of(truth.end_ns)
-        has_steps = np.zeros(len(truth.trace_ids), dtype=bool)
-        has_steps[windows.trace[windows.step >= 0]] = True
-        inside = (windows.step >= 0) | ~has_steps[windows.trace]
+        inside = (windows.step >= 0) | ~truth.has_steps[windows.trace]
         trace, step = windows.trace[inside], windows.step[inside]
         keys, first, which = np.unique(
             np.stack([trace, step]), axis=1, return_index=True, return_inverse=True
@@ -56,16 +56,31 @@ def outcomes(evidence: Evidence) -> tuple[Triples, Triples, Triples]:
     """Triples (trace, step, pattern) that are found, falsely reported, and missed.
 
     A row stands for each step that covers at least half of the row, or at least half of which the row
-    covers; on which lane it lies does not matter. A step with an undecided or native segment of the pattern
-    is left out unless it has a costly one.
+    covers; on which lane it lies does not matter. But a GPU runs work later than the step that launched it,
+    so a row on a GPU lane, at least half of which lies in costly or ignored segments, stands for their steps.
+    A step with an undecided or native segment of the pattern is left out unless it has a costly one.
     """
     truth = evidence.truth
     steps = Steps.of(truth)
     size = int(steps.step.max(initial=0)) + 2
     rows = evidence.reported.where(~truth.local[evidence.reported.pattern])
+    known = _key(steps.trace, np.zeros_like(steps.trace), steps.step, truth, size)
+
+    def existing(trace: Ints, pattern: Ints, step: Ints) -> Ints:
+        """Keys of the triples whose step the trace has; work from before the first one has none."""
+        trace, pattern, step = (column[step < size - 1] for column in (trace, pattern, step))
+        exists = np.isin(_key(trace, np.zeros_like(trace), step, truth, size), known)
+        return np.unique(_key(trace, pattern, step, truth, size)[exists])
+
+    def labelled(segments: Segments) -> Ints:
+        of_step = segments.where(~truth.local[segments.pattern])
+        return existing(of_step.trace, of_step.pattern, of_step.step)
+
+    late, segment = _late(rows, truth)
+    found = [existing(segment.trace, segment.pattern, segment.step)]
+    rows = rows.where(~late)
     shift = steps.line.offset[rows.trace] - truth.line.offset[rows.group]
     start, end = rows.start + shift, rows.end + shift
-    found = [np.zeros(0, dtype=np.int64)]
     low = np.searchsorted(steps.end, start, side="right")
     for row, index in ranges(low, np.searchsorted(steps.start, end, side="right")):
         shared = np.minimum(end[row], steps.end[index]) - np.maximum(start[row], steps.start[index])
@@ -73,13 +88,6 @@ def outcomes(evidence: Evidence) -> tuple[Triples, Triples, Triples]:
         held = 2 * shared >= shorter
         found.append(_key(steps.trace[index], rows.pattern[row], steps.step[index], truth, size)[held])
     predicted = np.unique(np.concatenate(found))
-    known = _key(steps.trace, np.zeros_like(steps.trace), steps.step, truth, size)
-
-    def labelled(segments: Segments) -> Ints:
-        keep = ~truth.local[segments.pattern] & (segments.step < size - 1)
-        trace, pattern, step = (column[keep] for column in (segments.trace, segments.pattern, segments.step))
-        exists = np.isin(_key(trace, np.zeros_like(trace), step, truth, size), known)
-        return np.unique(_key(trace, pattern, step, truth, size)[exists])
 
     true = labelled(truth.segments)
     false = np.setdiff1d(np.setdiff1d(predicted, true), labelled(truth.ignored))
@@ -90,6 +98,18 @@ def outcomes(evidence: Evidence) -> tuple[Triples, Triples, Triples]:
         Triples(wrong.trace[counts], wrong.pattern[counts]),
         Triples.of(np.setdiff1d(true, predicted), truth, size),
     )
+
+
+def _late(rows: Rows, truth: Truth) -> tuple[Bools, Segments]:
+    """Rows on a GPU lane that lie in labelled segments for the most part, and the segments they lie in."""
+    both = zip(*(vars(part).values() for part in (truth.segments, truth.ignored)), strict=True)
+    labelled = Segments(*map(np.concatenate, both))
+    on_gpu = rows.group // len(truth.patterns) % len(LANE_CLASSES) == LANE_CLASSES.index("gpu")
+    late = on_gpu & (2 * covered_share(rows.start, rows.end, labelled.start, labelled.end) >= 1)
+    _, segment, _ = pairs_above(
+        rows.start[late], rows.end[late], labelled.start, labelled.end, np.finfo(float).tiny
+    )
+    return late, labelled.where(segment)
 
 
 def micro_f1(evidence: Evidence) -> Statistic:

@@ -62,24 +62,21 @@ class Cells:
     def anything(self, lanes: list[int], patterns: Bools) -> Question:
         """Is any of these patterns on any of these lane classes?
 
-        A score of a pattern that is not exhaustive in the trace counts only where the pattern is labelled.
-        Windows that only ignored segments or other patterns touch are left out.
+        A window without a label is a negative only where the trace is exhaustive for all of the patterns:
+        elsewhere one of them may be there unlabelled. No score depends on the labels, so that a constant one
+        has an AUROC of 0.5. Windows that only ignored segments or other patterns touch are left out.
         """
-        windows, shape = self.truth.windows, len(self.truth.windows.trace)
-        exhaustive = self.truth.exhaustive[windows.trace]
-        stated, detected = np.full(shape, _SILENT), np.full(shape, _SILENT)
-        positive: Bools = np.zeros(shape, dtype=bool)
-        unclear: Bools = np.zeros(shape, dtype=bool)
-        for lane in lanes:
-            labelled = windows.positive[:, lane]
-            counts = (exhaustive | labelled) & patterns
-            for scores, best in ((self.stated, stated), (self.detected, detected)):
-                allowed = np.where(counts, scores[:, lane], _SILENT)
-                np.maximum(best, allowed.max(axis=1, initial=_SILENT), out=best)
-            np.maximum(stated, self.stated_any[:, lane], out=stated)
-            positive[(labelled & patterns).any(axis=1)] = True
-            unclear[(windows.ignored[:, lane] | (labelled & ~patterns)).any(axis=1)] = True
-        return Question(_first_said(stated, detected), positive, positive | ~unclear)
+        windows = self.truth.windows
+        labelled, ignored = windows.positive[:, lanes], windows.ignored[:, lanes]
+        positive: Bools = np.logical_or.reduce(labelled & patterns, axis=(1, 2))
+        unclear: Bools = np.logical_or.reduce(ignored | (labelled & ~patterns), axis=(1, 2))
+        known = np.logical_and.reduce(self.truth.exhaustive | ~patterns, axis=1)[windows.trace]
+        stated, detected = (
+            scores[:, lanes][:, :, patterns].max(axis=(1, 2), initial=_SILENT)
+            for scores in (self.stated, self.detected)
+        )
+        stated = np.maximum(stated, self.stated_any[:, lanes].max(axis=1))
+        return Question(_first_said(stated, detected), positive, positive | (known & ~unclear))
 
     def pattern(self, pattern: int) -> Question:
         """Is this pattern on any lane class? Traces that are not exhaustive for it have no negatives."""

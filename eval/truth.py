@@ -246,6 +246,13 @@ class Truth:
         """A stretch for each group (trace, lane class, pattern)."""
         return _line(self.end_ns, len(self.patterns))
 
+    @cached_property
+    def has_steps(self) -> Bools:
+        """Whether a trace has profiled steps, shape (traces,)."""
+        has_steps = np.zeros(len(self.trace_ids), dtype=bool)
+        has_steps[self.windows.trace[self.windows.step >= 0]] = True
+        return has_steps
+
     @property
     def groups(self) -> int:
         return len(self.trace_ids) * len(LANE_CLASSES) * len(self.patterns)

@@ -47,6 +47,7 @@ class S:
     state: str = "costly"
     source: str = "injected"
     cost_ms: float = 1.0
+    step: int | None = None  # that in which it starts
 
 
 @dataclass
@@ -89,8 +90,8 @@ def truth_of(**traces: T) -> Truth:
         segments += [
             {
                 "trace_id": trace_id, "pattern": s.pattern, "source": s.source, "state": s.state,
-                "lane_class": s.lane, "step": s.start // 500, "start_ns": s.start, "end_ns": s.end,
-                "cost_ms": s.cost_ms,
+                "lane_class": s.lane, "step": s.start // 500 if s.step is None else s.step,
+                "start_ns": s.start, "end_ns": s.end, "cost_ms": s.cost_ms,
             }
             for s in trace.segments
         ]  # fmt: skip
@@ -405,6 +406,32 @@ def test_recovered_cost_by_hand() -> None:
 # Steps
 
 
+def test_what_is_left_of_a_step_before_the_trace_earns_no_cost() -> None:
+    truth = truth_of(a=T([S(0, 100, lane="gpu", step=-1), S(600, 700, cost_ms=3.0)]), b=T())
+    assert value(truth, "recovered_cost", row(600, 700)) == 1.0
+    assert value(truth, "recovered_cost", row(0, 100, lane="gpu")) == 0.0
+
+
+def test_step_rows_on_the_gpu_stand_for_the_step_that_launched_the_work() -> None:
+    late = S(520, 620, "fp32", "gpu", step=0)
+    truth = truth_of(a=T([S(400, 450, "fp32"), late]))
+    mine = row(520, 620, pattern="fp32", lane="gpu")
+    assert value(truth, "step_f1", mine) == 1.0
+    # Of 520 to 720 half lies in the segment; of 520 to 722 less does, and so it stands for step 1.
+    assert value(truth, "step_f1", row(520, 720, pattern="fp32", lane="gpu")) == 1.0
+    assert value(truth, "step_f1", row(520, 722, pattern="fp32", lane="gpu")) == 0.0
+    # A thread does its work in its own step.
+    assert value(truth, "step_f1", row(520, 620, pattern="fp32")) == 0.0
+    # Work that was undecided is no false alarm in the step in which it runs.
+    unclear = truth_of(a=T([S(400, 450, "fp32"), S(520, 620, "fp32", "gpu", "undecided", step=0)]))
+    assert value(unclear, "step_f1", mine) == 1.0
+    # The rest of a step before the trace: neither found nor false.
+    before = truth_of(a=T([S(600, 700, "fp32"), S(20, 80, "fp32", "gpu", step=-1)]))
+    rest = row(20, 80, pattern="fp32", lane="gpu")
+    assert value(before, "step_f1", row(600, 700, pattern="fp32"), rest) == 1.0
+    assert value(before, "step_f1", rest) == 0.0
+
+
 def test_step_rows_stand_for_the_steps_that_they_mostly_lie_in() -> None:
     both_steps = T([S(0, 500, "fp32"), S(500, 1000, "fp32")])
     truth = truth_of(a=both_steps, b=T())
@@ -470,6 +497,19 @@ def test_window_scores_of_patterns_that_are_not_exhaustive() -> None:
     got = result(truth, row(100, 200, 0.6), row(400, 500, 0.9, pattern="copy"))
     assert got.scores["window_auroc_any"].value == 1.0
     assert got.without_ignoring["window_auroc_any"] == pytest.approx(18 / 19)
+
+
+@pytest.mark.parametrize("pattern", ["sync", "copy"])
+def test_the_same_score_everywhere_is_worth_nothing(pattern: str) -> None:
+    # Only c is known to hold neither. Its ten windows tie with window 1 of a and of b: 2 of 12.
+    truth = truth_of(
+        a=T([S(100, 200)], exhaustive=("copy",)),
+        b=T([S(100, 200, "copy")], exhaustive=("sync",)),
+        c=T(exhaustive=("sync", "copy")),
+    )
+    got = result(truth, *[row(0, 1000, trace=trace, pattern=pattern) for trace in "abc"]).scores
+    assert got["window_auroc_any"].value == got["window_auroc_cpu"].value == 0.5
+    assert got["window_ap_any"].value == pytest.approx(2 / 12)
 
 
 def test_accuracy_takes_any_pattern_of_the_label_set() -> None:
