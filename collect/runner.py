@@ -92,7 +92,8 @@ def collect(
         UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given.
     """
 
-    def progressed(job: Job, text: str) -> None:
+    def progressed(job: Job, stages: _Stages, text: str) -> None:
+        stages.enter(text)
         on_event(JobEvent("progress", job, text))
 
     report = RunReport()
@@ -106,11 +107,11 @@ def collect(
             else:
                 todo.append(job)
         for job in todo:
-            start = time.monotonic()
+            stages = _Stages()
             on_event(JobEvent("start", job))
             request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit)
-            final = server.run(request, partial(progressed, job))
-            _record(report, job, final, time.monotonic() - start, log, on_event)
+            final = server.run(request, partial(progressed, job, stages))
+            _record(report, job, final, stages.seconds(), log, on_event)
     report.seconds = time.monotonic() - begin
     return report
 
@@ -157,10 +158,11 @@ def _record(
     report: RunReport,
     job: Job,
     final: dict[str, Any],
-    seconds: float,
+    stages: dict[str, float],
     log: IO[bytes],
     on_event: Callable[[JobEvent], None],
 ) -> None:
+    seconds = sum(stages.values())
     if final["event"] == "done":
         result = final["result"]
         report.done.append(job.name)
@@ -169,11 +171,29 @@ def _record(
     else:
         report.failed[job.name] = final["error"]
         on_event(JobEvent("failed", job, text=final["error"], seconds=seconds))
-    line = msgspec.json.encode({"job": job.name, "seconds": round(seconds, 2), **final}) + b"\n"
+    rounded = {stage: round(spent, 2) for stage, spent in stages.items()}
+    line = msgspec.json.encode({"job": job.name, "seconds": rounded, **final}) + b"\n"
     try:
         log.write(line)
     except OSError as error:
         raise UserError(f"{log.name} cannot be written: {error.strerror}") from error
+
+
+class _Stages:
+    """Where the time of a workload goes: seconds by the first word of what it says that it is doing."""
+
+    def __init__(self) -> None:
+        self._entered = [("starting", time.monotonic())]
+
+    def enter(self, text: str) -> None:
+        self._entered.append((text.split()[0], time.monotonic()))
+
+    def seconds(self) -> dict[str, float]:
+        spent: dict[str, float] = {}
+        ends = [begin for _, begin in self._entered[1:]] + [time.monotonic()]
+        for (stage, begin), end in zip(self._entered, ends, strict=True):
+            spent[stage] = spent.get(stage, 0.0) + end - begin
+        return spent
 
 
 class _Server:
