@@ -9,7 +9,7 @@ it runs without that rounding (``HTA_DISABLE_NS_ROUNDING``), and without its mem
 
     python benchmarks/read_kineto.py [FILE...] [--repeats N]
 
-Without a file, one is made: ResNet-18 training steps on the CPU.
+Without a file, one is made (``_profile.py``).
 """
 
 from __future__ import annotations
@@ -19,31 +19,12 @@ import gzip
 import logging
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
+from _profile import given_or_made
+
 from torchtraceap.dataset.kineto import read_trace
-
-MADE_STEPS = 20
-
-
-def make(path: Path) -> None:
-    """Profile training steps of torchvision's ResNet-18 on the CPU and write the trace to ``path``."""
-    import torch
-    import torchvision
-    from torch.profiler import ProfilerActivity, profile
-
-    model = torchvision.models.resnet18(weights=None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    images, labels = torch.randn(2, 3, 64, 64), torch.tensor([0, 1])
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        for _ in range(MADE_STEPS):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            profiler.step()
-    profiler.export_chrome_trace(str(path))
 
 
 def compare(path: Path, repeats: int) -> None:
@@ -84,12 +65,8 @@ def main() -> None:
     parser.add_argument("file", nargs="*", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    for path in options.file:
-        compare(path, options.repeats)
-    if not options.file:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "resnet18.json"
-            make(path)
+    with given_or_made(options.file) as files:
+        for path in files:
             compare(path, options.repeats)
 
 

@@ -1,12 +1,12 @@
 """How small traces become: bytes an event as JSON, as gzip and as the Parquet that is published.
 
-    python benchmarks/storage.py FILE... [--encodings]
+    python benchmarks/storage.py [FILE...] [--encodings]
 
-FILE is Kineto JSON, plain or gzip. All files are written as one Parquet file, with every column: names,
-shapes, types, launch configurations, parents, launches, forward ops. With ``--encodings``, each event column
-is encoded in every way that Parquet has, and so are other forms of it: absolute references, times as
-differences. The choices in dataset/parquet.py and dataset/rows.py rest on this. The footer weighs much with a
-few traces and little with many.
+FILE is Kineto JSON, plain or gzip; without one, a trace is made (``_profile.py``). All files are written as
+one Parquet file, with every column: names, shapes, types, launch configurations, parents, launches, forward
+ops. With ``--encodings``, each event column is encoded in every way that Parquet has, and so are other forms
+of it: absolute references, times as differences. The choices in dataset/parquet.py and dataset/rows.py rest
+on this. The footer weighs much with a few traces and little with many.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from _profile import given_or_made
 
 from torchtraceap.dataset.kineto import read_trace
 from torchtraceap.dataset.parquet import read_traces, write_traces
@@ -35,13 +36,18 @@ ENCODINGS = ("PLAIN", "BYTE_STREAM_SPLIT", "DELTA_BINARY_PACKED", "dictionary")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("file", nargs="*", type=Path)
     parser.add_argument("--encodings", action="store_true", help="compare the encodings of each event column")
     arguments = parser.parse_args()
+    with given_or_made(arguments.file) as files:
+        measure(files, arguments.encodings)
 
+
+def measure(files: list[Path], encodings: bool) -> None:
+    """Print the sizes of ``files`` as JSON, gzip and Parquet, and how fast Parquet is written and read."""
     print(f"{'trace':40} {'events':>8} {'GPU':>7} {'ops':>6} {'JSON':>7} {'gzip':>7}   bytes an event")
     records, packed = [], 0
-    for path in arguments.files:
+    for path in files:
         trace, text = read_trace(path), path.read_bytes()
         text = gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text
         size = len(gzip.compress(text, GZIP_LEVEL))
@@ -65,7 +71,7 @@ def main() -> None:
     print(
         f"Written at {events / write_s / 1e6:.2f} and read at {events / read_s / 1e6:.2f} million events/s."
     )
-    if arguments.encodings:
+    if encodings:
         _compare(records, events)
 
 
