@@ -168,12 +168,17 @@ def write_submission(
     window_scores: pa.Table | Iterable[WindowScore] | None,
     card: SubmissionCard,
 ) -> Submission:
-    """Write a submission folder as Parquet, the card last.
+    """Write a submission folder as Parquet, in the place of one that is there.
 
     Raises:
         UserError: A row is impossible, as in :func:`read_submission`; nothing is written.
     """
     submission = Submission.of(card, detections, window_scores)
+    # The card goes first and comes last: what is written half has none, and is not taken for a submission.
+    (folder / "card.yaml").unlink(missing_ok=True)
+    for stem in ("detections", "window_scores"):
+        for suffix in _READERS:
+            (folder / f"{stem}{suffix}").unlink(missing_ok=True)
     _write_parquet(folder / "detections.parquet", submission.detections)
     if window_scores is not None:
         _write_parquet(folder / "window_scores.parquet", submission.window_scores)

@@ -61,6 +61,15 @@ def test_round_trip(tmp_path: Path) -> None:
     ]
 
 
+def test_nothing_of_an_older_submission_remains(tmp_path: Path) -> None:
+    old = WindowScore("a", 3, "gpu", "any", 0.5)
+    write_submission(tmp_path, [ROW, ROW], [old], CARD)
+    (tmp_path / "detections.parquet").rename(tmp_path / "detections.jsonl")
+    write_submission(tmp_path, [ROW], None, CARD)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["card.yaml", "detections.parquet"]
+    assert read_submission(tmp_path).detections.num_rows == 1
+
+
 def test_jsonl_equals_parquet(tmp_path: Path) -> None:
     write_submission(tmp_path / "parquet", [ROW], None, CARD)
     lines = read_submission(folder(tmp_path / "jsonl"))
