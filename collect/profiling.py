@@ -9,6 +9,7 @@ import numpy as np
 from torch.profiler import profile, schedule
 
 from torchtraceap.collect import devices
+from torchtraceap.collect.labelling import launched_before
 from torchtraceap.collect.loop import TrainingLoop
 from torchtraceap.collect.measure import quiet
 from torchtraceap.dataset.kineto import read_trace
@@ -57,10 +58,13 @@ def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
 
 
 def step_ms(trace: Trace) -> float:
-    """Milliseconds a profiled step, until both the host and the device were done with the last."""
-    bounds = trace.step_bounds
-    last = max(int(bounds[-1, 1]), int(trace.events.end_ns[trace.on_gpu].max(initial=0)))
-    return (last - int(bounds[0, 0])) / len(bounds) / 1e6
+    """Milliseconds a profiled step: from when host and device were done with what came before the first, until
+    both were done with the last.
+    """
+    bounds, end = trace.step_bounds, trace.events.end_ns
+    first = max(int(bounds[0, 0]), int(end[launched_before(trace)].max(initial=0)))
+    last = max(int(bounds[-1, 1]), int(end[trace.on_gpu].max(initial=0)))
+    return (last - first) / len(bounds) / 1e6
 
 
 def gpu_busy(trace: Trace) -> float:
