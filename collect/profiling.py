@@ -58,8 +58,9 @@ def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
 
 
 def step_ms(trace: Trace) -> float:
-    """Milliseconds a profiled step: from when host and device were done with what came before the first, until
-    both were done with the last.
+    """Milliseconds a profiled step.
+
+    From when host and device were done with what came before the first until both were done with the last.
     """
     bounds, end = trace.step_bounds, trace.events.end_ns
     first = max(int(bounds[0, 0]), int(end[launched_before(trace)].max(initial=0)))
