@@ -88,6 +88,7 @@ def test_text_loses_what_cannot_or_must_not_be_shown():
     assert visible("abcdef", 4) == "abc…"
     assert escaped('<a href="x">&') == "&lt;a href=&quot;x&quot;&gt;&amp;"
     assert visible("aten::名前") == "aten::名前"
+    assert visible("e" + 50 * "\u0301" + "x" + 2 * "\u0300") == "e" + 4 * "\u0301" + "x" + 2 * "\u0300"
 
 
 def test_a_picture_puts_events_segments_and_detections_where_they_are():
