@@ -89,6 +89,23 @@ def write_table(
     return count
 
 
+def split_files(dataset: Path, config: str, split: str) -> list[Path]:
+    """The files of a config of a data set folder, in one split or in ``all`` of them.
+
+    Raises:
+        UserError: There is no such split, or no such file.
+    """
+    possible = (*tables.SPLITS, tables.ALL_SPLITS)
+    if split not in possible:
+        raise UserError(f"unknown split {split!r}; possible: {', '.join(possible)}")
+    splits = tables.SPLITS if split == tables.ALL_SPLITS else (split,)
+    found = [path for one in splits for path in sorted((dataset / "data").glob(f"{config}-{one}-*.parquet"))]
+    if not found:
+        name = f"data/{config}-{splits[-1]}-*.parquet"
+        raise UserError(f"{dataset}: no {name}; a data set folder is needed, as `traceap build` makes it")
+    return found
+
+
 def read_traces(paths: Paths) -> Iterator[TraceRecord]:
     """The records of one or several files, in order, a row group at a time.
 

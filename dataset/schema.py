@@ -22,6 +22,9 @@ SESSION_KEY = "torchtraceap.session"
 """Key in the metadata of a collected shard: JSON of how its traces were made, with the raw step times."""
 
 SPLITS = ("train", "validation", "test")
+ALL_SPLITS = "all"
+"""Asks for the traces of all splits together: fair to a detector that has learnt from none of them."""
+
 TASKS = ("classification", "detection", "segmentation", "generation", "depth", "pose", "other")
 MODES: tuple[Mode, ...] = ("train", "infer")
 

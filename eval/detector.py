@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torchtraceap
-from torchtraceap.dataset.parquet import read_table, read_traces
-from torchtraceap.dataset.schema import DETECTOR_META, HARDWARE, SPLITS
+from torchtraceap.dataset.parquet import read_table, read_traces, split_files
+from torchtraceap.dataset.schema import DETECTOR_META, HARDWARE
 from torchtraceap.dataset.trace import Trace, TraceRecord
-from torchtraceap.errors import UserError
 from torchtraceap.eval.submission import Detection, Submission, SubmissionCard, WindowScore
 from torchtraceap.registry import Registry
 
@@ -121,11 +120,7 @@ def run_split(
     Raises:
         UserError: There is no such split or no such data, or the detector returned an impossible row.
     """
-    if split not in SPLITS:
-        raise UserError(f"unknown split {split!r}; possible: {', '.join(SPLITS)}")
-    traces = sorted((dataset / "data").glob(f"traces-{split}-*.parquet"))
-    if not traces:
-        raise UserError(f"{dataset}: no data/traces-{split}-*.parquet; a data set folder is needed")
+    traces = split_files(dataset, "traces", split)
     rows = read_table(sorted((dataset / "data").glob("hardware-*.parquet")), HARDWARE).to_pylist()
     hardware = {str(row["hardware_id"]): row for row in rows}
     return run(detector, read_traces(traces), hardware, progress)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchtraceap.dataset import schema
-from torchtraceap.dataset.parquet import read_table
+from torchtraceap.dataset.parquet import read_table, split_files
 from torchtraceap.dataset.windows import WINDOWS
 from torchtraceap.errors import UserError
 from torchtraceap.eval.intervals import Ints, Line
@@ -123,17 +123,13 @@ class Truth:
         Raises:
             UserError: Files of the split are missing or unreadable, or its labels are withheld.
         """
-        if split not in schema.SPLITS:
-            raise UserError(f"unknown split {split!r}; possible: {', '.join(schema.SPLITS)}")
 
-        def files(config: str, of: str = split) -> list[Path]:
-            found = sorted((dataset / "data").glob(f"{config}-{of}-*.parquet"))
-            if not found and of == split:
-                raise UserError(f"{dataset}: no data/{config}-{of}-*.parquet; a data set folder is needed")
-            return found
+        def files(config: str) -> list[Path]:
+            return split_files(dataset, config, split)
 
         traces = read_table(files("traces"), schema.TRACES, list(TRACE_COLUMNS))
-        seen = read_table(files("traces", "train"), schema.TRACES, ["backbone_family"])
+        learnt_from = sorted((dataset / "data").glob("traces-train-*.parquet"))
+        seen = read_table(learnt_from, schema.TRACES, ["backbone_family"])
         truth = cls.from_tables(
             traces,
             read_table(files("segments"), schema.SEGMENTS, list(SEGMENT_COLUMNS)),

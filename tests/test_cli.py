@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -462,6 +463,23 @@ def test_collect_ends_with_1_when_a_workload_failed(traceap, fake_runner, tmp_pa
     assert f"{failed}: failed after 0 s: no \\x1bmemory\n" in err
 
 
+def test_what_failed_and_why_is_listed_at_the_end(traceap, fake_runner, tmp_path):
+    fake_runner(3, "no \x1bmemory")
+    code, text, _ = traceap("collect", "-o", tmp_path / "run", "--model", "timm/resnet18")
+    assert code == 1
+    assert text.splitlines()[0].endswith("0 were there already, 1 failed")
+    assert re.search(r"timm-resnet18_infer_b\d +no \\x1bmemory *\n", text)
+
+
+def test_the_demo_covers_what_it_promises():
+    assert len(demo.WORKLOADS) >= 8
+    assert {mode for _, mode in demo.WORKLOADS[:4]} == {"train", "infer"}
+    assert {ZOO[model].task for model, _ in demo.WORKLOADS[:5]} >= {
+        "classification", "detection", "segmentation", "generation", "pose",
+    }  # fmt: skip
+    assert all(ZOO[model].small for model, _ in demo.WORKLOADS)
+
+
 def test_collect_ends_with_0_when_all_is_done(traceap, fake_runner, tmp_path):
     fake_runner(3, 2)
     code, text, _ = traceap("collect", "-o", tmp_path / "run", "--model", "timm/resnet18")
@@ -480,9 +498,8 @@ def test_no_workload_starts_once_the_budget_is_spent(fake_runner, tmp_path):
 
 @pytest.mark.slow
 def test_demo_of_one_model(traceap, monkeypatch, tmp_path):
-    for spec in ZOO:
-        monkeypatch.setitem(spec.__dict__, "small", spec.name == "torchvision/lraspp_mobilenet_v3_large")
-    monkeypatch.setattr(demo, "MODES", ("infer", "train"))
+    monkeypatch.setattr(demo, "WORKLOADS", (("torchvision/lraspp_mobilenet_v3_large", "infer"),))
+    monkeypatch.setattr(demo, "PER_WORKLOAD", {"infer": 2})
     monkeypatch.setattr(demo, "TIME_LIMIT", 280.0)
     out = tmp_path / "demo"
     code, text, err = traceap("demo", "-o", out, "--device", "cpu")

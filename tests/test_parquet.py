@@ -16,7 +16,14 @@ from traces import random_record
 
 from torchtraceap.dataset import schema
 from torchtraceap.dataset.features import card_yaml, shard_path
-from torchtraceap.dataset.parquet import read_metadata, read_table, read_traces, write_table, write_traces
+from torchtraceap.dataset.parquet import (
+    read_metadata,
+    read_table,
+    read_traces,
+    split_files,
+    write_table,
+    write_traces,
+)
 from torchtraceap.dataset.rows import record_from_row, row_from_record
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace, TraceRecord
 from torchtraceap.errors import UserError
@@ -387,3 +394,26 @@ def test_card_needs_files_and_a_row(dataset: Path):
         card_yaml(dataset, SCHEMAS | {"hardware": schema.HARDWARE})
     with pytest.raises(UserError, match="holds no row of the config segments"):
         card_yaml(dataset, SCHEMAS, default="segments")
+
+
+def test_files_of_one_split_and_of_all(tmp_path):
+    names = [
+        "segments-test-0.parquet",
+        "traces-test-0.parquet",
+        "traces-test-1.parquet",
+        "traces-train-0.parquet",
+    ]
+    (tmp_path / "data").mkdir()
+    for name in names:
+        (tmp_path / "data" / name).touch()
+
+    def found(config, split):
+        return [path.name for path in split_files(tmp_path, config, split)]
+
+    assert found("traces", "test") == names[1:3]
+    assert found("traces", "all") == [names[3], *names[1:3]]
+    assert found("segments", "all") == names[:1]
+    with pytest.raises(UserError, match="no data/traces-validation-"):
+        found("traces", "validation")
+    with pytest.raises(UserError, match="unknown split 'dev'; possible: train, validation, test, all"):
+        found("traces", "dev")

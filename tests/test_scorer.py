@@ -752,7 +752,7 @@ def test_truth_from_files_equals_the_records(tmp_path: Path) -> None:
 def test_missing_files_splits_and_withheld_labels(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data set folder"):
         Truth.load(tmp_path)
-    with pytest.raises(UserError, match="unknown split 'dev'; possible: train, validation, test"):
+    with pytest.raises(UserError, match="unknown split 'dev'; possible: train, validation, test, all"):
         Truth.load(tmp_path, "dev")
     record = random_record(0, events=90)
     record.meta["quality"] = "withheld"

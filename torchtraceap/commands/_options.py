@@ -12,7 +12,7 @@ from torchtraceap.errors import UserError
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything drawn at random follows from it.")]
-Split = Annotated[str, typer.Option("--split", help="train, validation or test.")]
+Split = Annotated[str, typer.Option("--split", help="train, validation, test, or all of them.")]
 Dataset = Annotated[Path, typer.Argument(metavar="DATASET", help="Folder that `traceap build` made.")]
 
 

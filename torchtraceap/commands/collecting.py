@@ -102,8 +102,15 @@ def collect(
             f"{report.traces} traces of {len(report.done)} workloads in {out}, {report.seconds:.0f} s; "
             f"{len(report.skipped)} were there already, {len(report.failed)} failed"
         )
+        print_failures(report)
     if report.failed:
         raise typer.Exit(PARTLY_FAILED)
+
+
+def print_failures(report: RunReport) -> None:
+    """Say in a table what failed and why; nothing if nothing did."""
+    if report.failed:
+        console.table("failed", ("workload", "reason"), report.failed.items())
 
 
 def resolve_device(name: str) -> tuple[str, str]:
@@ -188,8 +195,9 @@ def _following(total: int) -> Iterator[Callable[[JobEvent], None]]:
                 return
             bar.advance(task)
             if event.kind == "done":
-                traces = (event.result or {}).get("traces", 0)
-                console.note(f"{name}: {traces} traces, {event.seconds:.0f} s")
+                result = event.result or {}
+                told = [f"{result.get('traces', 0)} traces, {event.seconds:.0f} s", *result.get("states", ())]
+                console.note(f"{name}: {'; '.join(told)}")
             elif event.kind == "failed":
                 console.note(f"{name}: failed after {event.seconds:.0f} s: {event.text}")
 

@@ -52,12 +52,12 @@ def detect(
 
 def run_detector(dataset: Path, detector: str, out: Path, *, split: str) -> int:
     """Run a detector with progress on stderr; returns the number of detections."""
-    from torchtraceap.dataset.parquet import read_traces
+    from torchtraceap.dataset.parquet import read_traces, split_files
     from torchtraceap.eval.detector import DETECTORS, run
     from torchtraceap.eval.submission import write_submission
 
     chosen = DETECTORS[detector]
-    files = _files(dataset, "traces", split)
+    files = split_files(dataset, "traces", split)
     with console.progress() as bar:
         task = bar.add_task(console.safe(detector), total=_row_count(files))
         submission = run(
@@ -155,7 +155,7 @@ def write_page(
     traces: int,
 ) -> None:
     """Write the report with the detections of the first submission."""
-    from torchtraceap.dataset.parquet import read_traces
+    from torchtraceap.dataset.parquet import read_traces, split_files
     from torchtraceap.eval.report import write_report
     from torchtraceap.eval.submission import Detection, read_submission
 
@@ -163,22 +163,9 @@ def write_page(
     if submissions:
         rows = read_submission(submissions[0]).detections.to_pylist()
         detections = [Detection(**row) for row in rows]
-    records = itertools.islice(read_traces(_files(dataset, "traces", split)), traces)
+    records = itertools.islice(read_traces(split_files(dataset, "traces", split)), traces)
     name = results[0].card.name if results else dataset.name
     write_report(out, records, detections, results, title=f"{name} on {split}")
-
-
-def _files(dataset: Path, config: str, split: str) -> list[Path]:
-    from torchtraceap.dataset.schema import SPLITS
-
-    if split not in SPLITS:
-        raise UserError(f"Unknown split {split!r}. Available: {', '.join(SPLITS)}.")
-    files = sorted((dataset / "data").glob(f"{config}-{split}-*.parquet"))
-    if not files:
-        raise UserError(
-            f"{dataset} holds no data/{config}-{split}-*.parquet; `traceap build` makes such a folder"
-        )
-    return files
 
 
 def _row_count(files: Sequence[Path]) -> int:
