@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,12 @@ def test_an_error_about_another_file_stays_as_it_is(tmp_path):
     with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "out"):
         (tmp_path / "input").read_text()
     assert caught.value.filename == str(tmp_path / "input")
+
+
+def test_what_cannot_be_removed_hides_no_error(tmp_path, monkeypatch):
+    def refuse(path, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ValueError, match="the reason"), replacing(tmp_path / "out"):
+        raise ValueError("the reason")

@@ -100,3 +100,18 @@ sys.exit(main(["--version"]))
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"traceap {torchtraceap.__version__}\n"
+
+
+def test_a_checkout_imports_where_it_is_not_installed():
+    script = f"""
+import sys, sysconfig
+sys.path[:0] = [{str(ROOT)!r}]
+sys.path += [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+from torchtraceap.eval.detectors import rules
+print(rules.__file__)
+"""
+    done = subprocess.run(  # -S: without the hooks of an editable installation
+        [sys.executable, "-S", "-c", script], cwd="/", capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == str(ROOT / "eval" / "detectors" / "rules.py")

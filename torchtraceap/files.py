@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchtraceap.errors import UserError
@@ -34,7 +34,8 @@ def replacing(path: Path) -> Iterator[Path]:
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # there may be none; and where nothing can be written, that was said already
+            temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
