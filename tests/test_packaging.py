@@ -104,9 +104,9 @@ sys.exit(main(["--version"]))
 
 def test_a_checkout_imports_where_it_is_not_installed():
     script = f"""
-import sys, sysconfig
+import sys
 sys.path[:0] = [{str(ROOT)!r}]
-sys.path += [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+sys.path += {[sysconfig.get_path(name) for name in ("purelib", "platlib")]!r}
 from torchtraceap.eval.detectors import rules
 print(rules.__file__)
 """
