@@ -5,7 +5,10 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 _cache = tempfile.mkdtemp(prefix="traceap-tests-")
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
@@ -17,3 +20,14 @@ os.environ.update(
 
 # Helpers of the tests are plain modules (`from traces import random_record`), whatever the import mode.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch on a single thread: tiny operators are quicker so, and have one order of summation."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

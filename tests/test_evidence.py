@@ -19,11 +19,6 @@ from torchtraceap.labels.pattern import PATTERNS, Mode
 BY_DISPATCH = {"python_loop_over_batch", "redundant_copy", "dtype_ping_pong"}
 
 
-class WithoutWorkers(TrainingLoop):
-    def make_loader(self, **changes: Any) -> Any:
-        return super().make_loader(**changes | {"workers": 0})
-
-
 class Net(nn.Module):
     """``change`` on the activation between two layers."""
 
@@ -40,7 +35,7 @@ class Net(nn.Module):
 
 def loop_of(change: Callable[[torch.Tensor], torch.Tensor], mode: Mode = "train") -> TrainingLoop:
     spec = tiny.spec(lambda: Net(change))
-    return WithoutWorkers(spec, mode, 4, torch.device("cpu"), secret="s", seed=1)
+    return tiny.WithoutWorkers(spec, mode, 4, torch.device("cpu"), secret="s", seed=1)
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
@@ -91,7 +86,7 @@ def test_found(change: Callable[[torch.Tensor], torch.Tensor], pattern: str, mod
 
 
 def test_autocast_of_weights_is_no_round_trip() -> None:
-    class Autocast(WithoutWorkers):
+    class Autocast(tiny.WithoutWorkers):
         def _autocast(self) -> Any:
             return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -110,7 +105,7 @@ def test_the_loss_is_looked_at_too() -> None:
             return super().loss(output.clone(), batch)
 
     spec = tiny.spec(adapter=CopiesInLoss())
-    loop = WithoutWorkers(spec, "train", 4, torch.device("cpu"), secret="s", seed=1)
+    loop = tiny.WithoutWorkers(spec, "train", 4, torch.device("cpu"), secret="s", seed=1)
     assert "redundant_copy" not in absent_by_dispatch(loop)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import tiny
@@ -12,12 +10,14 @@ from torch import nn
 
 from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.labelling import label, number_steps
-from torchtraceap.collect.loop import Placement, TrainingLoop
+from torchtraceap.collect.loop import Placement
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace
 from torchtraceap.labels.markers import PREFIX, Marker, marker_name, parse_marker
 from torchtraceap.labels.pattern import ModuleSite, Site
 from torchtraceap.labels.types import Segment
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_marker_names_round_trip() -> None:
@@ -157,26 +157,13 @@ def test_two_placements_in_one_trace() -> None:
 # -- real profiles on a CPU ---------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-class WithoutWorkers(TrainingLoop):
-    def make_loader(self, **changes):
-        return super().make_loader(**changes | {"workers": 0})
-
-
 def softplus_twice(y: torch.Tensor) -> torch.Tensor:
     """Operators that the model has nowhere else."""
     return nn.functional.softplus(nn.functional.softplus(y))
 
 
 def profiled(mode, *placements: Placement) -> Trace:
-    loop = WithoutWorkers(tiny.spec(), mode, 4, torch.device("cpu"), secret="s", seed=1)
+    loop = tiny.WithoutWorkers(tiny.spec(), mode, 4, torch.device("cpu"), secret="s", seed=1)
     calls = loop.module_calls()
     for placement in placements:
         placement.sites[:] = [ModuleSite(one, softplus_twice, "after") for one in calls]
@@ -267,7 +254,7 @@ def test_recomputation_of_a_checkpoint_belongs() -> None:
             y = checkpoint(self.inner, x, use_reentrant=False) if torch.is_grad_enabled() else self.inner(x)
             return self.head(y.flatten(1))
 
-    loop = WithoutWorkers(tiny.spec(Checkpointed), "train", 4, torch.device("cpu"), secret="s", seed=1)
+    loop = tiny.WithoutWorkers(tiny.spec(Checkpointed), "train", 4, torch.device("cpu"), secret="s", seed=1)
     site = next(one for one in loop.module_calls() if one.name == "inner.0")
     loop.install(Placement(0, [ModuleSite(site, softplus_twice, "after")], frozenset({0}), armed=True))
     loop.step()

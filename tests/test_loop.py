@@ -22,15 +22,8 @@ from torchtraceap.labels.pattern import STAGES, Mode, ModuleCall, ModuleSite, Si
 CPU = torch.device("cpu")
 
 
-class WithoutWorkers(TrainingLoop):
-    """Starting and stopping workers takes a second, and what is tested here does not need them."""
-
-    def make_loader(self, **changes: Any) -> Any:
-        return super().make_loader(**changes | {"workers": 0})
-
-
 def make_loop(mode: Mode = "train", build: Callable[[], nn.Module] = tiny.build) -> TrainingLoop:
-    return WithoutWorkers(tiny.spec(build), mode, 4, CPU, secret="s", seed=1)
+    return tiny.WithoutWorkers(tiny.spec(build), mode, 4, CPU, secret="s", seed=1)
 
 
 def place(loop: TrainingLoop, *sites: Site, index: int = 0, **settings: Any) -> Placement:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.collect.model import ModelSpec
 from torchtraceap.labels.pattern import (
     PATTERNS,
     Mode,
@@ -27,6 +26,8 @@ from torchtraceap.labels.pattern import (
 )
 from torchtraceap.labels.patterns._common import MAX_CANDIDATES, spread, writes_to_input
 from torchtraceap.labels.patterns.dataloader_stall import decode_and_augment
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 CASES = [
@@ -52,45 +53,11 @@ def build() -> nn.Module:
     )
 
 
-class Classify:
-    def make_batch(self, batch_size, size, generator):
-        return {
-            "image": torch.rand(batch_size, *size, generator=generator),
-            "label": torch.randint(0, 5, (batch_size,), generator=generator),
-        }
-
-    def forward(self, model, batch, training):
-        return model(batch["image"])
-
-    def loss(self, output, batch):
-        return nn.functional.cross_entropy(output, batch["label"])
-
-
-SIZES = {kind: {"train": (4,), "infer": (4,)} for kind in ("cpu", "gpu")}
-SPEC = ModelSpec(
-    name="test/small", source="test", task="classification", family="small", backbone_family="small",
-    licence="Apache-2.0", params_m=0.01, build=build, adapter=Classify(), gpu_size=(3, 6, 6),
-    cpu_size=(3, 6, 6), batch_sizes=SIZES,
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-class WithoutWorkers(TrainingLoop):
-    """Starting and stopping workers takes a second; only patterns of the loader need them."""
-
-    def make_loader(self, **changes):
-        return super().make_loader(**changes | {"workers": 0})
+SPEC = tiny.spec(build)
 
 
 def make_loop(mode: Mode = "train", batch_size: int = 4, *, workers: bool = False) -> TrainingLoop:
-    return (TrainingLoop if workers else WithoutWorkers)(SPEC, mode, batch_size, CPU, secret="s", seed=1)
+    return (TrainingLoop if workers else tiny.WithoutWorkers)(SPEC, mode, batch_size, CPU, secret="s", seed=1)
 
 
 def place(loop: TrainingLoop, variant: Variant, *, armed: bool) -> Placement:

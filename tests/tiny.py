@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchtraceap.collect.loop import TrainingLoop
 from torchtraceap.collect.model import ModelSpec
 
 
@@ -57,3 +58,10 @@ def spec(build=build, name: str = "tiny/net", adapter=None) -> ModelSpec:
         licence="Apache-2.0", params_m=0.01, build=build, adapter=adapter or Classify(), gpu_size=(3, 6, 6),
         cpu_size=(3, 6, 6), batch_sizes=sizes,
     )  # fmt: skip
+
+
+class WithoutWorkers(TrainingLoop):
+    """Starting and stopping workers takes a second; only what is about loaders needs them."""
+
+    def make_loader(self, **changes):
+        return super().make_loader(**changes | {"workers": 0})
