@@ -77,8 +77,8 @@ TRACE_META = pa.schema(
         pa.field("input_shape", _string),  # of one sample, for example 3x224x224
         pa.field("steps", _i32),  # profiled steps in the trace
         pa.field("quality", _string),  # good, bad or undecided
-        pa.field("step_ms", _f32),  # median unprofiled step time of this trace's program
-        pa.field("profiler_ratio", _f32),  # profiled over unprofiled median step time
+        pa.field("step_ms", _f32),  # unprofiled: median of clean steps, and mean cost of what acts
+        pa.field("profiler_ratio", _f32),  # mean step time in the profile over step_ms
         pa.field("gpu_busy", _f32),  # share of the profiled steps in which a kernel or copy ran; NaN on CPU
     ]
 )
@@ -106,7 +106,7 @@ SEGMENTS = _schema(
 )  # fmt: skip
 
 HARDWARE = _schema(
-    hardware_id=_string,  # slug, for example nvidia-h200
+    hardware_id=_string,  # slug and digest, for example nvidia-h200-1a2b3c
     device_kind=_string,  # cuda, rocm, xpu, mps or cpu
     device_name=_string,
     device_count=_i32,
@@ -136,7 +136,7 @@ WINDOW_KEYS = pa.schema(
         pa.field("hardware_id", _string),
         pa.field("split_unit", _string),
         pa.field("positive", pa.bool_()),  # for any pattern on any lane class
-        pa.field("ignored", pa.bool_()),  # touched by ignored segments only
+        pa.field("ignored", pa.bool_()),  # not positive, and ignored for some pattern
         pa.field("cpu_patterns", pa.list_(_string)),
         pa.field("gpu_patterns", pa.list_(_string)),
         pa.field("cpu_ignored", pa.list_(_string)),

@@ -51,11 +51,12 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """A maximal run of one instance's events on one thread or stream.
+    """A maximal run of one instance's events on one thread or stream and within one step.
 
     ``instance`` indexes the trace's instances. The events are ``first_event`` up to
     ``first_event + event_count`` (events are sorted by lane, then start, so a run is contiguous).
-    Times are nanoseconds on the trace's clock. ``step`` counts profiled steps from 0, -1 outside of any.
+    Times are nanoseconds on the trace's clock. ``step`` counts profiled steps from 0, of GPU work by where it
+    was launched; it is -1 outside of any and for what the GPU had left to do from before the first.
     """
 
     instance: int
