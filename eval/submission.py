@@ -51,7 +51,8 @@ class Detection(msgspec.Struct, frozen=True):
 
     Times are nanoseconds on the trace's clock. ``score`` is finite and at least 0, higher is surer; only its
     order and the card's threshold matter. For a pattern of step scope the row stands for each step that
-    covers at least half of the row, or at least half of which the row covers.
+    covers at least half of the row, or at least half of which the row covers; on a GPU lane, if at least half
+    of it lies in labelled segments, for the steps that launched these.
     """
 
     trace_id: str
