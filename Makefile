@@ -29,6 +29,7 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 		found=$$($(PYTHON) --version 2>/dev/null || echo missing); \
 		echo "make env: needs Python 3.11 or newer, but $(PYTHON) is $$found; try PYTHON=python3.12" >&2; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo 'make env: installing into $(VENV); PyTorch is large, the first time takes minutes'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev]'
 	@touch $@
 

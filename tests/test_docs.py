@@ -1,0 +1,56 @@
+"""The pages for readers: their examples run as written, their links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtraceap.eval.scorer import score
+from torchtraceap.eval.submission import read_submission
+from torchtraceap.eval.truth import Truth
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def python_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+def run(code, folder):
+    """In a folder where only the data set lies, as a program of its own."""
+    (folder / "dataset").symlink_to(ROOT / "dataset")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_submission_written_from_nothing_is_scored(tmp_path):
+    (code,) = python_blocks("docs/submitting.md")
+    run(code, tmp_path)
+    result = score(
+        Truth.load(ROOT / "dataset", "test"), read_submission(tmp_path / "my-submission"), resamples=0
+    )
+    assert result.card.name == "waits"
+    found = result.scores["segment_map"].value
+    assert found is not None
+    assert found > 0  # it reports one pattern of several, on one of its two lanes
+
+
+def test_the_data_set_loads_as_the_readme_says(tmp_path):
+    with_datasets, with_numpy = python_blocks("README.md")
+    shown = run(f"{with_datasets}\nprint(len(traces['test']), windows.num_rows)\n{with_numpy}", tmp_path)
+    counts, *rows = shown.splitlines()
+    traces, windows = map(int, counts.split())
+    assert windows > traces == len(rows) > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
