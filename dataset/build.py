@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import tempfile
 from collections import defaultdict
@@ -46,6 +47,8 @@ TRACES_PER_FILE = 256
 WORK = (".build-", ".tmp")
 """How the names of folders begin and end in which a build writes, within the data set's."""
 
+_DATA_FILE = re.compile(rf"({'|'.join(SCHEMAS)})-({'|'.join(schema.SPLITS)})-\d{{5}}-of-\d{{5}}\.parquet")
+
 Progress = Callable[[str, int, int], None]
 """Told the stage (``checking`` shards, then ``writing`` traces), how many are done, and of how many."""
 
@@ -77,7 +80,9 @@ class BuildReport:
     size_bytes: int
 
 
-def build(runs: Sequence[Path], out: Path, *, seed: int, progress: Progress | None = None) -> BuildReport:
+def build(
+    runs: Sequence[str | Path], out: str | Path, *, seed: int, progress: Progress | None = None
+) -> BuildReport:
     """Make the published data set out of the shards of ``runs``.
 
     Args:
@@ -91,9 +96,10 @@ def build(runs: Sequence[Path], out: Path, *, seed: int, progress: Progress | No
             ``out``/data holds other files, or another build writes to ``out``. Nothing has been changed then.
     """
     tell = progress or (lambda stage, done, total: None)
-    shards = _shards(runs)
+    out = Path(out)
+    shards = _shards([Path(run) for run in runs])
     with _claimed(out):
-        _require_ours(out / "data")
+        _require_ours(out)
         return _build(shards, out, seed, tell)
 
 
@@ -380,15 +386,24 @@ def _read_session(shard: Path) -> _Session:
         raise UserError(f"{shard}: {schema.SESSION_KEY} in its metadata is broken: {error}") from None
 
 
-def _require_ours(data: Path) -> None:
-    """Refuse to replace a folder that holds anything but a data set's files."""
-    if not data.exists():
-        return
-    strangers = (
-        [path.name for path in data.iterdir() if path.suffix != ".parquet"] if data.is_dir() else ["it"]
-    )
+def _require_ours(out: Path) -> None:
+    """Refuse to replace anything but a data set's files and card."""
+    data, card = out / "data", out / "README.md"
+    strangers = []
+    if data.is_dir():
+        strangers = [
+            path for path in data.iterdir() if not (_DATA_FILE.fullmatch(path.name) and path.is_file())
+        ]
+    elif data.exists() or data.is_symlink():
+        strangers = [data]
     if strangers:
-        raise UserError(f"{data} would be replaced, but is no data set: {strangers[0]} does not belong there")
+        raise UserError(
+            f"{data} would be replaced, but is no data set: {strangers[0].name} does not belong there"
+        )
+    if card.exists() and not (card.is_file() and schema.CANARY in card.read_text("utf-8", "replace")):
+        raise UserError(
+            f"{card} would be replaced, but is no data set's card; move it or choose another folder"
+        )
 
 
 @contextmanager

@@ -295,6 +295,23 @@ def test_a_strangers_data_folder_is_not_replaced(run, tmp_path):
     assert (out / "data" / "thesis.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("data/mine.parquet", "mine.parquet does not belong"),
+        ("README.md", "no data set's card"),
+        ("data", "data"),
+    ],
+)
+def test_files_of_others_are_not_replaced(run, tmp_path, name, part):
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("precious")
+    with pytest.raises(UserError, match=part):
+        build([run], tmp_path / "out", seed=7)
+    assert files(tmp_path / "out") == {name: b"precious"}
+
+
 def test_a_failure_while_writing_leaves_the_old_data(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     build([run], out, seed=7)
