@@ -73,12 +73,12 @@ class Profile:
     with_shapes: bool
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: str | Path) -> Trace:
     """The trace in a Kineto JSON file, plain or gzip; see :func:`read_profile`."""
     return read_profile(path).trace
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: str | Path) -> Profile:
     """Read a Kineto JSON file, plain or gzip (told apart by content).
 
     Raises:
@@ -87,13 +87,13 @@ def read_profile(path: Path) -> Profile:
     return parse(unpack(path), str(path))
 
 
-def unpack(path: Path) -> bytes:
+def unpack(path: str | Path) -> bytes:
     """The JSON text in a file, plain or gzip. The file is read once, so a pipe will do.
 
     Raises:
         UserError: It cannot be read or unpacked, or is larger than :data:`MAX_UNPACKED_BYTES`.
     """
-    chunks, size = [], 0
+    path, chunks, size = Path(path), [], 0
     try:
         with ExitStack() as stack:
             file = stack.enter_context(path.open("rb"))

@@ -164,7 +164,7 @@ class Submission:
 
 
 def write_submission(
-    folder: Path,
+    folder: str | Path,
     detections: pa.Table | Iterable[Detection],
     window_scores: pa.Table | Iterable[WindowScore] | None,
     card: SubmissionCard,
@@ -174,6 +174,7 @@ def write_submission(
     Raises:
         UserError: A row is impossible, as in :func:`read_submission`; nothing is written.
     """
+    folder = Path(folder)
     submission = Submission.of(card, detections, window_scores)
     # The card goes first and comes last: what is written half has none, and is not taken for a submission.
     (folder / "card.yaml").unlink(missing_ok=True)
@@ -188,7 +189,7 @@ def write_submission(
     return submission
 
 
-def read_submission(path: Path, card: SubmissionCard | None = None) -> Submission:
+def read_submission(path: str | Path, card: SubmissionCard | None = None) -> Submission:
     """Read a submission folder, or a single file of detections with its card beside it.
 
     What needs the truth (unknown traces and patterns, rows outside of a trace) is checked by the scorer.
@@ -202,6 +203,7 @@ def read_submission(path: Path, card: SubmissionCard | None = None) -> Submissio
             rows are impossible (NaN, infinite or negative score, end before start, unknown lane). Names up to
             20 rows and how many there are.
     """
+    path = Path(path)
     if path.is_dir():
         folder, detections = path, _find(path, "detections")
         if detections is None:

@@ -72,7 +72,7 @@ def test_nothing_of_an_older_submission_remains(tmp_path: Path) -> None:
 
 def test_jsonl_equals_parquet(tmp_path: Path) -> None:
     write_submission(tmp_path / "parquet", [ROW], None, CARD)
-    lines = read_submission(folder(tmp_path / "jsonl"))
+    lines = read_submission(str(folder(tmp_path / "jsonl")))
     assert lines.detections.equals(read_submission(tmp_path / "parquet").detections)
 
 
