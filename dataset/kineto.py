@@ -96,9 +96,9 @@ def unpack(path: str | Path) -> bytes:
     path, chunks, size = Path(path), [], 0
     try:
         with ExitStack() as stack:
-            file = stack.enter_context(path.open("rb"))
-            if file.peek(2)[:2] == b"\x1f\x8b":
-                file = stack.enter_context(gzip.open(file))
+            raw = stack.enter_context(path.open("rb"))
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"
+            file = stack.enter_context(gzip.open(raw)) if packed else raw
             while chunk := file.read(_CHUNK_BYTES):
                 chunks.append(chunk)
                 size += len(chunk)

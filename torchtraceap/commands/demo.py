@@ -15,9 +15,10 @@ from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
     from torchtraceap.collect.plan import Job
+    from torchtraceap.labels.pattern import Mode
 
 DETECTORS = ("rules", "random", "everything", "nothing")
-WORKLOADS = (
+WORKLOADS: tuple[tuple[str, Mode], ...] = (
     ("timm/resnet18", "train"),
     ("torchvision/ssdlite320_mobilenet_v3_large", "infer"),
     ("smp/unet-mobilenet_v2", "train"),
@@ -29,7 +30,7 @@ WORKLOADS = (
 )
 """In an order in which every prefix holds as many tasks and loops as it can: the budget cuts the end off.
 Training steps take a CPU so long that only the quickest models train."""
-PER_WORKLOAD = {"train": 1, "infer": 2}
+PER_WORKLOAD: dict[Mode, int] = {"train": 1, "infer": 2}
 TIME_LIMIT = 90.0
 BUDGET = 240.0
 """Seconds after which no further workload starts, so that a slow machine is done in minutes too."""
