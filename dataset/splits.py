@@ -169,9 +169,7 @@ def assign(members: Iterable[Member], units: Mapping[str, str], seed: int) -> di
     strata = [names for names in by_task.values() if len(names) > 1] + [alone]
     splits: dict[str, str] = {}
     for names in strata:
-        names.sort(
-            key=lambda name: (name not in heldout, hashlib.sha256(f"{seed}:{name}".encode()).digest())
-        )
+        names.sort(key=lambda name: (name not in heldout, hashlib.sha256(f"{seed}:{name}".encode()).digest()))
         test, validation = _sizes(len(names))
         for place, name in enumerate(names):
             if place < test:
