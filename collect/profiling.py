@@ -35,10 +35,11 @@ def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
     plan = schedule(wait=0, warmup=warmup, active=LEAD_IN + PROFILED_STEPS, repeat=1)
     loop.marking = True
     try:
+        # Without acc_events: it turns every event into a Python object, which took longer than all the rest.
         with (
             quiet(),
             profile(
-                activities=devices.activities(loop.device), schedule=plan, record_shapes=True, acc_events=True
+                activities=devices.activities(loop.device), schedule=plan, record_shapes=True
             ) as profiler,
         ):
             for step in range(-LEAD_IN - warmup, PROFILED_STEPS):

@@ -499,7 +499,7 @@ def test_no_workload_starts_once_the_budget_is_spent(fake_runner, tmp_path):
 @pytest.mark.slow
 def test_demo_of_one_model(traceap, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "WORKLOADS", (("torchvision/lraspp_mobilenet_v3_large", "infer"),))
-    monkeypatch.setattr(demo, "PER_WORKLOAD", {"infer": 2})
+    monkeypatch.setattr(demo, "INJECTED", {"infer": (2, None)})
     monkeypatch.setattr(demo, "TIME_LIMIT", 280.0)
     out = tmp_path / "demo"
     code, text, err = traceap("demo", "-o", out, "--device", "cpu")
