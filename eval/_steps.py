@@ -105,11 +105,13 @@ def _late(rows: Rows, truth: Truth) -> tuple[Bools, Segments]:
     both = zip(*(vars(part).values() for part in (truth.segments, truth.ignored)), strict=True)
     labelled = Segments(*map(np.concatenate, both))
     on_gpu = rows.group // len(truth.patterns) % len(LANE_CLASSES) == LANE_CLASSES.index("gpu")
-    late = on_gpu & (2 * covered_share(rows.start, rows.end, labelled.start, labelled.end) >= 1)
-    _, segment, _ = pairs_above(
-        rows.start[late], rows.end[late], labelled.start, labelled.end, np.finfo(float).tiny
-    )
-    return late, labelled.where(segment)
+    inside = on_gpu & (2 * covered_share(rows.start, rows.end, labelled.start, labelled.end) >= 1)
+    any_overlap = np.finfo(float).tiny
+    row, segment, _ = pairs_above(rows.start, rows.end, labelled.start, labelled.end, any_overlap)
+    keep = inside[row]
+    late = np.zeros(len(rows), dtype=bool)
+    late[row[keep]] = True  # an instant overlaps nothing, and so stands for the step that it lies in
+    return late, labelled.where(segment[keep])
 
 
 def micro_f1(evidence: Evidence) -> Statistic:

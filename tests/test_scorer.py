@@ -420,6 +420,10 @@ def test_step_rows_on_the_gpu_stand_for_the_step_that_launched_the_work() -> Non
     # Of 520 to 720 half lies in the segment; of 520 to 722 less does, and so it stands for step 1.
     assert value(truth, "step_f1", row(520, 720, pattern="fp32", lane="gpu")) == 1.0
     assert value(truth, "step_f1", row(520, 722, pattern="fp32", lane="gpu")) == 0.0
+    # An instant overlaps nothing: it stands for the step that it lies in.
+    assert value(truth, "step_f1", row(530, 530, pattern="fp32", lane="gpu")) == 0.0
+    nothing = result(truth_of(a=T()), mine).scores  # and without any labels
+    assert nothing["step_false_alarms"].value == 1.0
     # A thread does its work in its own step.
     assert value(truth, "step_f1", row(520, 620, pattern="fp32")) == 0.0
     # Work that was undecided is no false alarm in the step in which it runs.
