@@ -54,7 +54,7 @@ def serve() -> None:
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a model prints must not mix with the protocol
     _import_all()
-    # Nothing that was imported is ever garbage. To go through all of it took a collection in a child half of a
+    # Nothing that was imported is ever garbage. Going through it cost each collection in a child half a
     # second, and a copy of the pages that it shares with this process.
     gc.freeze()
     events.write(b'{"event":"ready"}\n')
