@@ -56,13 +56,15 @@ def leaderboard(results: Sequence[ScoreResult], columns: Sequence[str] = tuple(C
     if unknown:
         raise UserError(f"unknown metric {unknown[0]!r}; possible: {', '.join(METRIC_BY_NAME)}")
     order = ranked(results)
+    bare = any(result.scores[name].value is None for result in order for name in columns)
     rule = order[0].class_rule
     classes = ", ".join(f"{len(names)} {scope} ({rule[scope]})" for scope, names in order[0].classes.items())
     table = Table(
         title=f"{order[0].provenance['split']}: {order[0].counts['traces']} traces",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption=f"classes: {classes}; 95 % intervals over {order[0].counts['split_units']} split units",
+        caption=f"classes: {classes}; 95 % intervals over {order[0].counts['split_units']} split units"
+        + ("; -: too little to be found here for that score" if bare else ""),
     )
     table.add_column("#", justify="right")
     table.add_column("detector", overflow="fold")

@@ -20,7 +20,7 @@ from torchtraceap.collect import runner
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import make_plan
 from torchtraceap.commands import collecting, demo
-from torchtraceap.dataset.parquet import read_traces, write_traces
+from torchtraceap.dataset.parquet import read_traces, split_files, write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS
@@ -390,11 +390,26 @@ def test_score_ranks(traceap, dataset, submissions):
 
 def test_report_is_a_page(traceap, dataset, submissions, tmp_path):
     out = tmp_path / "report.html"
+    records = list(read_traces(split_files(dataset, "traces", "train")))
+    bad = {record.trace_id for record in records if record.quality == "bad"}
+    assert 0 < len(bad) < len(records)
     code, text, _ = traceap(
-        "report", dataset, submissions[0], "--split", "train", "--resamples", 0, "--traces", 1, "-o", out
+        "report",
+        dataset,
+        submissions[0],
+        "--split",
+        "train",
+        "--resamples",
+        0,
+        "--traces",
+        len(bad),
+        "-o",
+        out,
     )
     assert (code, text) == (0, f"{out}\n")
-    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
+    page = out.read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert {record.trace_id for record in records if record.trace_id in page} == bad  # good ones come last
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,9 @@ def write_page(
     split: str,
     traces: int,
 ) -> None:
-    """Write the report with the detections of the first submission."""
-    from torchtraceap.dataset.parquet import read_traces, split_files
+    """Write the report with the detections of the first submission; bad traces come first."""
+    from torchtraceap.dataset.parquet import read_table, read_traces, split_files
+    from torchtraceap.dataset.schema import TRACES
     from torchtraceap.eval.report import write_report
     from torchtraceap.eval.submission import Detection, read_submission
 
@@ -163,7 +164,12 @@ def write_page(
     if submissions:
         rows = read_submission(submissions[0]).detections.to_pylist()
         detections = [Detection(**row) for row in rows]
-    records = itertools.islice(read_traces(split_files(dataset, "traces", split)), traces)
+    files = split_files(dataset, "traces", split)
+    rows = read_table(files, TRACES, ["trace_id", "quality"]).to_pylist()
+    telling = sorted(rows, key=lambda row: row["quality"] != "bad")[:traces]
+    rank = {row["trace_id"]: place for place, row in enumerate(telling)}
+    found = itertools.islice((record for record in read_traces(files) if record.trace_id in rank), len(rank))
+    records = sorted(found, key=lambda record: rank[record.trace_id])
     name = results[0].card.name if results else dataset.name
     write_report(out, records, detections, results, title=f"{name} on {split}")
 
