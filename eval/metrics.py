@@ -58,16 +58,25 @@ RANKING_METRIC: Final = "segment_map"
 
 
 def _window_auroc(evidence: Evidence, lanes: str, scope: str) -> Statistic:
-    return _windows.anything(evidence, lanes, _patterns(evidence, scope)).auroc
+    return _windows.anything(evidence, lanes, _asked(evidence, scope)).auroc
 
 
 def _window_ap(evidence: Evidence, lanes: str, scope: str) -> Statistic:
-    return _windows.anything(evidence, lanes, _patterns(evidence, scope)).average_precision
+    return _windows.anything(evidence, lanes, _asked(evidence, scope)).average_precision
 
 
 def _patterns(evidence: Evidence, scope: str) -> Bools:
     local = evidence.truth.local
     return local if scope == "local" else np.ones_like(local)
+
+
+def _asked(evidence: Evidence, scope: str) -> Bools:
+    """The classes of the slice, of local scope or of all.
+
+    Not all of the catalogue: hardly a trace is exhaustive for every pattern, and a pattern that the slice
+    holds too little of to be a class would then cost it its negatives.
+    """
+    return evidence.classes & _patterns(evidence, scope)
 
 
 def _mean_over_tiou(compute: Callable[[Evidence, float], Statistic]) -> Callable[[Evidence], Statistic]:

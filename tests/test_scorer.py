@@ -497,10 +497,26 @@ def test_ignored_windows_are_left_out() -> None:
 
 
 def test_window_scores_of_patterns_that_are_not_exhaustive() -> None:
-    truth = truth_of(a=T([S(100, 200)], exhaustive=("sync",)), b=T())
+    # Window 4 of a is scored for copy, of which a may hold more than it says: none of a's nine windows
+    # without a label is a negative. If all were, both positives would lose to that one of 18.
+    truth = truth_of(a=T([S(100, 200)], exhaustive=("sync",)), b=T([S(100, 200, "copy")]))
+    rows = [
+        row(100, 200, 0.6),
+        row(400, 500, 0.9, pattern="copy"),
+        row(100, 200, 0.5, trace="b", pattern="copy"),
+    ]
+    got = result(truth, *rows)
+    assert got.scores["window_auroc_any"].value == 1.0
+    assert got.without_ignoring["window_auroc_any"] == pytest.approx(17 / 18)
+
+
+def test_any_asks_for_the_classes_alone() -> None:
+    # Nothing costly is of copy, so it is no class: that a is not exhaustive for it costs no negatives, and
+    # rows of it are no answer.
+    truth = truth_of(a=T([S(100, 200)], exhaustive=("sync",)))
     got = result(truth, row(100, 200, 0.6), row(400, 500, 0.9, pattern="copy"))
     assert got.scores["window_auroc_any"].value == 1.0
-    assert got.without_ignoring["window_auroc_any"] == pytest.approx(18 / 19)
+    assert value(truth, "window_auroc_any", row(400, 500, 0.9)) == pytest.approx(4 / 9)  # 8 ties and a loss
 
 
 @pytest.mark.parametrize("pattern", ["sync", "copy"])
