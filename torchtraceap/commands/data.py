@@ -126,9 +126,16 @@ def build_dataset(runs: list[Path], out: Path, *, seed: int) -> BuildReport:
 
 
 def print_build(report: BuildReport, out: Path) -> None:
-    """What a build wrote, in two lines."""
+    """What a build wrote, and what it decided, in a line each."""
     traces = ", ".join(f"{count} {split}" for split, count in report.traces.items())
     print(f"{traces} traces; {report.segments} segments, {report.windows} windows")
+    if report.left_out:
+        print(f"{report.left_out} traces left out: they hold a variant that only test may show")
+    if report.demoted:
+        print(
+            f"{report.demoted} instances that were measured costly are undecided: among {report.tested} "
+            "measurements they may be chance"
+        )
     print(f"{console.visible(out)}: {report.size_bytes / 1e6:.1f} MB")
 
 
