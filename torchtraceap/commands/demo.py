@@ -34,8 +34,8 @@ PATTERNS: dict[Mode, tuple[str, ...]] = {
     "train": ("unfused_optimizer",),
     "infer": ("host_sync", "pageable_h2d", "dtype_ping_pong", "python_loop_over_batch", "dataloader_stall"),
 }
-"""By loop: one of these goes into each workload, if the device can have it. On a small model they cost enough to
-be told from a busy machine's noise in little time, and a build takes the fewer of them for chance."""
+"""By loop: one of these goes into each workload, if the device can have it. On a small model they cost enough
+to be told from a busy machine's noise in little time, and a build takes the fewer of them for chance."""
 TIME_LIMIT = 90.0
 BUDGET = 240.0
 """Seconds after which no further workload starts, so that a slow machine is done in minutes too."""
