@@ -59,7 +59,7 @@ def demo(
 ) -> None:
     """Collect small models, label and build, load with `datasets`, run detectors, score and report."""
     from torchtraceap.dataset.schema import ALL_SPLITS
-    from torchtraceap.eval.leaderboard import leaderboard
+    from torchtraceap.eval.leaderboard import COLUMNS, leaderboard
 
     check_output(out, force=resume)
     run, dataset = out / "run", out / "dataset"
@@ -70,6 +70,8 @@ def demo(
     collected = collecting.run_plan(
         plan, run, device=device, resume=resume, time_limit=TIME_LIMIT, event_cap=EVENT_CAP, budget=BUDGET
     )
+    if collected.skipped:
+        console.note(f"{len(collected.skipped)} of them were collected before: {run}")
     left = len(plan) - len(collected.done) - len(collected.skipped) - len(collected.failed)
     if left:
         console.note(f"{left} workloads are left out to end in time; `traceap demo --resume` runs them")
@@ -89,7 +91,8 @@ def demo(
     for path in submissions:
         scoring.run_detector(dataset, path.name, path, split=ALL_SPLITS)
     results = scoring.score_all(dataset, submissions, split=ALL_SPLITS, resamples=RESAMPLES, seed=seed)
-    console.out().print(leaderboard(results))
+    # Of few traces the scores of steps and traces say something where those of segments have no class yet.
+    console.out().print(leaderboard(results, (*COLUMNS, "step_f1", "trace_macro_f1")))
 
     console.note("5/5 report")
     page = out / "report.html"
