@@ -113,13 +113,16 @@ def note(text: object) -> None:
 def progress() -> Progress:
     """A progress display on stderr that disappears when done; silent when stderr is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        # Last, and as wide as what is left: a long name must not push the numbers off the line.
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         console=err(),
+        expand=True,
         transient=True,
         disable=not err().is_terminal,
     )
