@@ -66,8 +66,9 @@ demo: env ## collect, label, build, detect and score on this machine (minutes)
 
 .PHONY: bench
 bench: env ## run every program in benchmarks/ and print its ratios
-	@$(BIN)/python -c 'import hta' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev,bench]'
+	@$(BIN)/python -c 'import hta' 2>/dev/null || { \
+		echo 'make bench: adding the peer (TraceInsight, with plotly and jupyterlab) to $(VENV)'; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev,bench]'; }
 	@for program in benchmarks/*.py; do \
 		case $$program in benchmarks/_*) continue;; esac; \
 		echo "== $$program"; $(BIN)/python $$program; \
