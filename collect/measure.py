@@ -14,7 +14,7 @@ from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS, Cost, conclude, look
 
-BLOCK_SECONDS = 0.06
+BLOCK_SECONDS = {"cpu": 0.12, "gpu": 0.06}
 """A block is as many steps as fit in this, within the bounds below."""
 
 MAX_BLOCK_STEPS = 10
@@ -52,8 +52,8 @@ def step_seconds(loop: TrainingLoop, steps: int, *, settle: int = 1) -> float:
 def block_steps(loop: TrainingLoop) -> int:
     """Steps a block, from the time of three."""
     # A GPU still works on one step while the host launches the next: a single step would not show that.
-    least = 1 if loop.device.type == "cpu" else 2
-    wanted = math.ceil(BLOCK_SECONDS / max(step_seconds(loop, 3), 1e-6))
+    kind, least = ("cpu", 1) if loop.device.type == "cpu" else ("gpu", 2)
+    wanted = math.ceil(BLOCK_SECONDS[kind] / max(step_seconds(loop, 3), 1e-6))
     return min(MAX_BLOCK_STEPS, max(least, wanted))
 
 

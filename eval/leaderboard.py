@@ -23,9 +23,14 @@ COLUMNS: Final = {
 }
 """Metrics that are shown unless others are asked for, with their headings."""
 
+ALL_COLUMNS: Final = COLUMNS | {"step_f1": "step F1", "trace_macro_f1": "trace F1"}
+"""Where there is room: also those that say something where nothing costly has a place in the timeline."""
+
 
 def ranked(results: Sequence[ScoreResult]) -> list[ScoreResult]:
-    """Best first by the ranking metric; equal ones by name and version.
+    """Best first by the ranking metric; equal ones, and those without it, by the F1 of steps and of traces.
+
+    What is equal in all three is in the order of name and version.
 
     Raises:
         UserError: The results were not all scored alike, or there are none.
@@ -35,9 +40,10 @@ def ranked(results: Sequence[ScoreResult]) -> list[ScoreResult]:
     for other in results[1:]:
         compare(results[0], other)
 
-    def key(result: ScoreResult) -> tuple[float, str, str]:
-        value = result.scores[RANKING_METRIC].value
-        return (-1.0 if value is None else value) * -1, result.card.name, result.card.version
+    def key(result: ScoreResult) -> tuple[list[float], str, str]:
+        values = [result.scores[name].value for name in (RANKING_METRIC, "step_f1", "trace_macro_f1")]
+        worst_last = [1.0 if value is None else -value for value in values]
+        return worst_last, result.card.name, result.card.version
 
     return sorted(results, key=key)
 
@@ -70,7 +76,7 @@ def leaderboard(results: Sequence[ScoreResult], columns: Sequence[str] = tuple(C
     table.add_column("detector", overflow="fold")
     for name in columns:
         arrow = "" if METRIC_BY_NAME[name].higher_is_better else " ↓"
-        table.add_column(f"{COLUMNS.get(name, name)}{arrow}", justify="right", no_wrap=True)
+        table.add_column(f"{ALL_COLUMNS.get(name, name)}{arrow}", justify="right", no_wrap=True)
     for rank, result in enumerate(order, start=1):
         name = safe(f"{result.card.name} {result.card.version}")
         table.add_row(str(rank), name, *(_cell(result.scores[column]) for column in columns))

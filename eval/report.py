@@ -19,7 +19,7 @@ from markupsafe import Markup
 from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.eval.diagnose import Diagnosis
-from torchtraceap.eval.leaderboard import COLUMNS, ranked
+from torchtraceap.eval.leaderboard import ALL_COLUMNS, ranked
 from torchtraceap.eval.markup import visible
 from torchtraceap.eval.metrics import METRIC_BY_NAME
 from torchtraceap.eval.scorer import Score, ScoreResult
@@ -162,9 +162,11 @@ def _write(path: Path, page: str) -> None:
 
 def _board(results: Sequence[ScoreResult]) -> dict[str, Any]:
     order = ranked(results)
-    metrics = [METRIC_BY_NAME[name] for name in COLUMNS]
+    metrics = [METRIC_BY_NAME[name] for name in ALL_COLUMNS]
     return {
-        "columns": [COLUMNS[metric.name] + ("" if metric.higher_is_better else " ↓") for metric in metrics],
+        "columns": [
+            ALL_COLUMNS[metric.name] + ("" if metric.higher_is_better else " ↓") for metric in metrics
+        ],
         "rows": [
             {
                 "name": visible(f"{result.card.name} {result.card.version}"),

@@ -24,8 +24,12 @@ from torchtraceap.labels.types import State
 MARGIN = math.log(1.01)
 """A step that becomes at most 1 % slower is not called slower."""
 
-LOOKS = (6, 10, 16)
-"""Numbers of pairs after which a decision may be taken. The last look ends the test."""
+LOOKS = (8, 12, 16)
+"""Numbers of pairs after which a decision may be taken. The last look ends the test.
+
+The first is not earlier: with fewer pairs even an effect that is plain to see has too large a p-value to
+stand among the many tests of a release.
+"""
 
 ALPHA = 0.05
 REPORT_PAIRS = 6

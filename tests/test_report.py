@@ -21,7 +21,7 @@ from torchtraceap.errors import UserError
 from torchtraceap.eval import report
 from torchtraceap.eval.detector import DETECTORS, TraceView
 from torchtraceap.eval.diagnose import diagnose, to_text
-from torchtraceap.eval.leaderboard import COLUMNS
+from torchtraceap.eval.leaderboard import ALL_COLUMNS
 from torchtraceap.eval.markup import escaped, visible
 from torchtraceap.eval.report import diagnosis_html, write_diagnosis, write_report
 from torchtraceap.eval.scorer import Score, ScoreResult
@@ -217,14 +217,14 @@ def check_page(html: str) -> None:
 def result(name: str, value: float) -> ScoreResult:
     return ScoreResult(
         card=SubmissionCard(name=name, version="1", description="d", threshold=0.5, trained_on="nothing"),
-        scores={metric: Score(value, value - 0.05, value + 0.05) for metric in COLUMNS},
+        scores={metric: Score(value, value - 0.05, value + 0.05) for metric in ALL_COLUMNS},
         without_ignoring={},
         classes={"local": ["host_sync"], "step": []},
         class_rule={},
         dropped={},
         counts={"traces": 3, "split_units": 2},
         provenance={"labels_sha256": "x", "split": "test", "seed": 0, "resamples": 1},
-        samples={metric: np.array([value]) for metric in COLUMNS},
+        samples={metric: np.array([value]) for metric in ALL_COLUMNS},
     )
 
 

@@ -717,6 +717,16 @@ def test_leaderboard_ranks_and_escapes() -> None:
         ranked([])
 
 
+def test_without_a_local_class_the_f1_of_steps_ranks() -> None:
+    truth = truth_of(a=T([S(0, 400, "fp32")]))  # fp32 is of step scope: no segment has a place
+    card = CARD.model_copy(update={"name": "a"})  # first by name
+    silent = score(truth, Submission.of(card, []), resamples=0)
+    right = result(truth, row(0, 400, pattern="fp32"))
+    assert right.scores[RANKING_METRIC].value is None
+    assert right.scores["step_f1"].value == 1.0
+    assert ranked([silent, right]) == [right, silent]
+
+
 # Truth
 
 

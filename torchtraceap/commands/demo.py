@@ -59,7 +59,7 @@ def demo(
 ) -> None:
     """Collect small models, label and build, load with `datasets`, run detectors, score and report."""
     from torchtraceap.dataset.schema import ALL_SPLITS
-    from torchtraceap.eval.leaderboard import COLUMNS, leaderboard
+    from torchtraceap.eval.leaderboard import ALL_COLUMNS, leaderboard
 
     check_output(out, force=resume)
     run, dataset = out / "run", out / "dataset"
@@ -92,7 +92,7 @@ def demo(
         scoring.run_detector(dataset, path.name, path, split=ALL_SPLITS)
     results = scoring.score_all(dataset, submissions, split=ALL_SPLITS, resamples=RESAMPLES, seed=seed)
     # Of few traces the scores of steps and traces say something where those of segments have no class yet.
-    console.out().print(leaderboard(results, (*COLUMNS, "step_f1", "trace_macro_f1")))
+    console.out().print(leaderboard(results, tuple(ALL_COLUMNS)))
 
     console.note("5/5 report")
     page = out / "report.html"
