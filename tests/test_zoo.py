@@ -73,7 +73,10 @@ def test_batches_split_and_collate(spec: ModelSpec) -> None:
 def test_parameters_are_counted(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     # A forward pass of noise, which the meta device cannot answer; it changes biases, and their number not.
     monkeypatch.setattr("torchtraceap.collect.zoo.torchvision.prepare", lambda *args: None)
-    with torch.device("meta"):  # shapes without memory: the largest model would take 3.4 GB
+    try:
+        with torch.device("meta"):  # shapes without memory: the largest model would take 3.4 GB
+            model = spec.build()
+    except NotImplementedError:  # torch 2.11 has no meta kernel for what a RegNet does when it is built
         model = spec.build()
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(spec.params_m, rel=0.01)
 
