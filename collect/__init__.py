@@ -1,0 +1,7 @@
+"""Running models under the profiler with anti-patterns injected; imports nothing, as help pages read it."""
+
+EVENT_CAP = 60_000
+"""A trace with more events is cut to fewer steps, unless told otherwise."""
+
+TIME_LIMIT = 600.0
+"""Seconds that a workload may take, unless told otherwise."""

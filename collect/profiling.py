@@ -14,6 +14,7 @@ from torchtraceap.collect.loop import TrainingLoop
 from torchtraceap.collect.measure import quiet
 from torchtraceap.dataset.kineto import read_trace
 from torchtraceap.dataset.trace import Trace
+from torchtraceap.labels.windows import merge
 
 PROFILED_STEPS = 3
 WARMUP_STEPS = 2
@@ -78,6 +79,5 @@ def gpu_busy(trace: Trace) -> float:
     start, end = trace.events.start_ns[rows], trace.events.end_ns[rows]
     low, high = int(bounds[0, 0]), int(max(bounds[-1, 1], end.max()))
     order = np.argsort(start, kind="stable")
-    start, end = start[order], end[order]
-    reached = np.maximum.accumulate(np.concatenate([[low], end[:-1]]))
-    return float(np.maximum(end - np.maximum(start, reached), 0).sum() / (high - low))
+    start, end = merge(start[order], end[order])
+    return float(np.maximum(end - np.maximum(start, low), 0).sum() / (high - low))

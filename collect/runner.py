@@ -25,14 +25,13 @@ from typing import IO, Any
 
 import msgspec
 
+from torchtraceap.collect import EVENT_CAP, TIME_LIMIT
 from torchtraceap.collect.plan import Job
 from torchtraceap.collect.server import Request
 from torchtraceap.errors import UserError
 from torchtraceap.files import replacing
 
 SERVER = (sys.executable, "-P", "-m", "torchtraceap.collect.server")
-EVENT_CAP = 60_000
-TIME_LIMIT = 600.0
 
 
 class JobEvent(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtraceap.dataset.trace import Trace
+from torchtraceap.labels.windows import merge
 
 IntArray = NDArray[np.integer[Any]]
 BoolArray = NDArray[np.bool_]
@@ -158,13 +159,8 @@ class Facts:
 
 def union(start: IntArray, end: IntArray) -> IntArray:
     """Disjoint, ordered intervals that cover the same time, shape (intervals, 2)."""
-    if not len(start):
-        return np.empty((0, 2), dtype=np.int64)
     order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
-    opens = np.concatenate([[True], start[1:] > end[:-1]])
-    closes = np.concatenate([opens[1:], [True]])
-    return np.stack([start[opens], end[closes]], axis=1).astype(np.int64)
+    return np.stack(merge(start[order], end[order]), axis=1).astype(np.int64)
 
 
 @lru_cache(maxsize=65536)

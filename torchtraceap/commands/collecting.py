@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchtraceap import console
+from torchtraceap.collect import EVENT_CAP, TIME_LIMIT
 from torchtraceap.commands._options import Json, Seed
 from torchtraceap.errors import UserError
 
@@ -61,10 +62,10 @@ def collect(
     seed: Seed = 0,
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=1, help="Seconds that a workload may take.")
-    ] = 600.0,
+    ] = TIME_LIMIT,
     event_cap: Annotated[
         int, typer.Option("--event-cap", min=1, help="A trace with more events is cut to fewer steps.")
-    ] = 60_000,
+    ] = EVENT_CAP,
     resume: Annotated[bool, typer.Option("--resume", help="Finish the run that RUN holds.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchtraceap import console
+from torchtraceap.collect import EVENT_CAP
 from torchtraceap.commands import collecting, data, scoring
 from torchtraceap.commands._options import Seed, check_output
 from torchtraceap.errors import UserError
@@ -39,7 +40,6 @@ to be told from a busy machine's noise in little time, and a build takes the few
 TIME_LIMIT = 90.0
 BUDGET = 240.0
 """Seconds after which no further workload starts, so that a slow machine is done in minutes too."""
-EVENT_CAP = 60_000
 RESAMPLES = 200
 SHOWN_TRACES = 12
 
