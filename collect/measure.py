@@ -92,7 +92,7 @@ def measure_cost(
         with quiet():
             for pairs_at_look in LOOKS:
                 run(pairs_at_look - len(pairs))
-                if look(pairs).state != "undecided":
+                if look(pairs).settled:
                     break
             decided_at = len(pairs)
             run(REPORT_PAIRS)

@@ -31,6 +31,10 @@ The first is not earlier: with fewer pairs even an effect that is plain to see h
 stand among the many tests of a release.
 """
 
+BEYOND_DOUBT = 0.001
+"""A costly verdict ends the test early only below this: a release, which controls the false discoveries among
+all of its tests, would take a larger p-value for chance."""
+
 ALPHA = 0.05
 REPORT_PAIRS = 6
 """Pairs run after the decision, from which the cost is reported."""
@@ -53,6 +57,11 @@ class Look(msgspec.Struct, frozen=True):
         if self.low > MARGIN:
             return "costly"
         return "benign" if self.high <= MARGIN else "undecided"
+
+    @property
+    def settled(self) -> bool:
+        """Whether further pairs can be spared: benign, or costly beyond doubt."""
+        return self.state == "benign" or (self.state == "costly" and self.p_costly <= BEYOND_DOUBT)
 
 
 class Cost(msgspec.Struct, frozen=True):

@@ -145,3 +145,16 @@ def test_a_clear_effect_is_found_in_spite_of_wild_pairs() -> None:
     states = [decide(rng, math.log(1.1), 0.01, 0.1) for _ in range(200)]
     assert states.count("costly") >= 190
     assert "benign" not in states
+
+
+def test_a_costly_verdict_that_may_be_chance_among_many_does_not_end_the_test() -> None:
+    # Six of eight ratios of 1.02 to 1.09 are kept: costly by its interval, but not at 0.001.
+    wide = look(pairs(1.02, 1.03, 1.04, 1.05, 1.06, 1.07, 1.08, 1.09))
+    assert wide.state == "costly"
+    assert 0.001 < wide.p_costly < 0.05
+    assert not wide.settled
+    narrow = look(pairs(1.05, 1.051, 1.052, 1.053, 1.054, 1.055, 1.056, 1.057))
+    assert narrow.p_costly < 0.001
+    assert narrow.settled
+    assert look(pairs(*[1.0] * 8)).settled  # benign
+    assert not look(pairs(0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 0.9, 1.0)).settled  # undecided
