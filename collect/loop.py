@@ -7,13 +7,16 @@ body acts there is decided anew at each call, so that clean and injected steps r
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
@@ -23,9 +26,12 @@ from torchtraceap.labels.markers import Marker, marker_name
 from torchtraceap.labels.pattern import (
     STAGES,
     Body,
+    FunctionCall,
+    FunctionSite,
     Mode,
     ModuleCall,
     ModuleSite,
+    Runtime,
     Site,
     Stage,
     StageSite,
@@ -90,6 +96,7 @@ class TrainingLoop:
         self.device = device
         self.marking = False
         self.profiled_step: int | None = None
+        self.runtime: Runtime = "eager"
         self._secret = secret
         self._iterators: list[Any] = []
         self._calls: list[ModuleCall] | None = None
@@ -105,11 +112,13 @@ class TrainingLoop:
         torch.manual_seed(seed)
         self.model: nn.Module = spec.build()
         self.model.train(mode == "train").to(device)
+        self.network: nn.Module = self.model
+        self.autocast = device.type != "cpu"
         self.optimizer: torch.optim.Optimizer | None = None
         if mode == "train":
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-        self.precision = "fp32" if device.type == "cpu" else "bf16-autocast"
+        self.precision = "bf16-autocast" if self.autocast else "fp32"
         self._loss_sum = torch.zeros((), device=device)
         self.stages: dict[Stage, Callable[[State], None]] = {
             "data": self._data,
@@ -118,6 +127,7 @@ class TrainingLoop:
             "loss": self._loss,
             "backward": self._backward,
             "optimizer": self._optimize,
+            "zero_grad": self._zero_grad,
             "logging": self._log,
         }
 
@@ -146,7 +156,7 @@ class TrainingLoop:
 
     def _forward(self, state: State) -> None:
         with self._grad_mode(), self._autocast():
-            state.output = self.spec.forward(self.model, state.batch, self.mode == "train")
+            state.output = self.spec.forward(self.network, state.batch, self.mode == "train")
 
     def _loss(self, state: State) -> None:
         if self.mode == "train":
@@ -160,6 +170,9 @@ class TrainingLoop:
     def _optimize(self, state: State) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
+
+    def _zero_grad(self, state: State) -> None:
+        if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _log(self, state: State) -> None:
@@ -167,9 +180,7 @@ class TrainingLoop:
             self._loss_sum += state.loss.detach()
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.device.type == "cpu":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
 
     def _grad_mode(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.mode == "train" else torch.inference_mode()
@@ -198,6 +209,56 @@ class TrainingLoop:
             self._calls = self._probe()
         return self._calls
 
+    def function_calls(self, function: str) -> list[FunctionCall]:
+        """See :meth:`labels.pattern.Loop.function_calls`; a dry run for each question."""
+        names = {module: name for name, module in self.model.named_modules()}
+        stack: list[nn.Module] = []
+        entered: Counter[nn.Module] = Counter()
+        found: list[FunctionCall] = []
+        made: Counter[nn.Module] = Counter()
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            stack.append(module)
+            entered[module] += 1
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            stack.pop()
+
+        def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if stack:
+                module = stack[-1]
+                tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+                found.append(
+                    FunctionCall(
+                        function=function,
+                        name=names[module],
+                        module=module,
+                        index=made[module],
+                        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+                        dtypes=tuple(tensor.dtype for tensor in tensors),
+                        has=frozenset(key for key, value in kwargs.items() if _is_given(value)),
+                    )
+                )
+                made[module] += 1
+            return original(*args, **kwargs)
+
+        handles = [module.register_forward_pre_hook(enter) for module in names]
+        handles += [module.register_forward_hook(leave) for module in names]
+        try:
+            with _replaced_function(function, watch):
+                self._dry_run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [call for call in found if entered[call.module] == 1]
+
+    def _dry_run(self) -> None:
+        """The first three stages once, without a gradient and without a trace in buffers or random state."""
+        with self.state_kept(), torch.no_grad():
+            state = State()
+            for stage in STAGES[:3]:
+                self.stages[stage](state)
+
     def _probe(self) -> list[ModuleCall]:
         """Run one forward pass with hooks on every module, and put buffers and random state back."""
         names = {module: name for name, module in self.model.named_modules()}
@@ -217,10 +278,7 @@ class TrainingLoop:
         handles = [m.register_forward_pre_hook(enter) for m in names if m is not self.model]
         handles += [m.register_forward_hook(leave, with_kwargs=True) for m in names if m is not self.model]
         try:
-            with self.state_kept(), torch.no_grad():
-                state = State()
-                for stage in ("data", "h2d", "forward"):
-                    self.stages[stage](state)
+            self._dry_run()
         finally:
             for handle in handles:
                 handle.remove()
@@ -260,8 +318,10 @@ class TrainingLoop:
         for number, site in enumerate(placement.sites):
             if isinstance(site, StageSite):
                 self._wrap_stage(placement, number, site)
-            else:
+            elif isinstance(site, ModuleSite):
                 self._wrap_module(placement, number, site)
+            else:
+                self._wrap_function(placement, number, site)
 
     def _wrap_stage(self, placement: Placement, number: int, site: StageSite) -> None:
         original = self.stages[site.stage]
@@ -270,22 +330,36 @@ class TrainingLoop:
             with self._mark(placement, number) as on:
                 if on:
                     site.body(state, original)
+                elif site.otherwise is not None:
+                    site.otherwise(state, original)
                 else:
                     original(state)
 
-        def before(state: State) -> None:
+        def extra(state: State) -> None:
             with self._mark(placement, number) as on:
                 if on:
                     site.body(state)
+                elif site.otherwise is not None:
+                    site.otherwise(state)
+
+        def before(state: State) -> None:
+            extra(state)
             original(state)
 
         def after(state: State) -> None:
             original(state)
-            with self._mark(placement, number) as on:
-                if on:
-                    site.body(state)
+            extra(state)
 
-        self.stages[site.stage] = {"around": around, "before": before, "after": after}[site.where]
+        def inside(state: State) -> None:
+            if self._here(placement, number):
+                site.body(state, original, partial(self._mark, placement, number))
+            elif site.otherwise is not None:
+                site.otherwise(state, original)
+            else:
+                original(state)
+
+        wrappers = {"around": around, "before": before, "after": after, "inside": inside}
+        self.stages[site.stage] = wrappers[site.where]
         if site.data is not None:
             self._bring_batch(placement, number, site.data)
 
@@ -306,23 +380,60 @@ class TrainingLoop:
 
         def around(x: Any, *args: Any, **kwargs: Any) -> Any:
             with self._mark(placement, number) as on:
-                return site.body(original, x) if on else original(x, *args, **kwargs)
+                if on:
+                    return site.body(original, x)
+                if site.otherwise is not None:
+                    return site.otherwise(original, x)
+                return original(x, *args, **kwargs)
+
+        def extra(value: Any) -> Any:
+            with self._mark(placement, number) as on:
+                if on:
+                    return site.body(value)
+                return value if site.otherwise is None else site.otherwise(value)
 
         def before(x: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._mark(placement, number) as on:
-                if on:
-                    x = site.body(x)
-            return original(x, *args, **kwargs)
+            return original(extra(x), *args, **kwargs)
 
         def after(*args: Any, **kwargs: Any) -> Any:
-            y = original(*args, **kwargs)
-            with self._mark(placement, number) as on:
-                if on:
-                    y = site.body(y)
-            return y
+            return extra(original(*args, **kwargs))
+
+        def inside(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._here(placement, number):
+                return site.body(original, x, partial(self._mark, placement, number))
+            if site.otherwise is not None:
+                return site.otherwise(original, x)
+            return original(x, *args, **kwargs)
 
         # On the instance: a module hook would leave nodes of its own in the autograd graph.
-        module.forward = {"around": around, "before": before, "after": after}[site.where]
+        wrappers = {"around": around, "before": before, "after": after, "inside": inside}
+        module.forward = wrappers[site.where]
+
+    def _wrap_function(self, placement: Placement, number: int, site: FunctionSite) -> None:
+        """Replace the call while its module runs, and at no other time."""
+        module, wanted = site.call.module, site.call.index
+        forward = module.forward
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            calls = 0
+
+            def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls - 1 != wanted:
+                    return original(*args, **kwargs)
+                with self._mark(placement, number) as on:
+                    return site.body(original, *args, **kwargs) if on else original(*args, **kwargs)
+
+            with _replaced_function(site.call.function, watch):
+                return forward(*args, **kwargs)
+
+        module.forward = wrapped
+
+    def _here(self, placement: Placement, number: int) -> bool:
+        """Leave the marker of a site that marks for itself, and say whether it acts."""
+        with self._mark(placement, number) as on:
+            return on
 
     @contextmanager
     def _mark(self, placement: Placement, site: int) -> Iterator[bool]:
@@ -332,6 +443,21 @@ class TrainingLoop:
             return
         with record_function(marker_name(self._secret, Marker(placement.index, site, on))):
             yield on
+
+
+@contextmanager
+def _replaced_function(name: str, watch: Callable[..., Any]) -> Iterator[None]:
+    """``torch.nn.functional.<name>(...)`` becomes ``watch(original, ...)`` while the block runs."""
+    original = getattr(functional, name)
+    setattr(functional, name, partial(watch, original))
+    try:
+        yield
+    finally:
+        setattr(functional, name, original)
+
+
+def _is_given(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or bool(value)
 
 
 def _module_call(

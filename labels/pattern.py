@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from torchtraceap.labels.types import LaneClass, Scope
 from torchtraceap.registry import Registry
@@ -17,12 +17,15 @@ from torchtraceap.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-Mechanism = Literal["marker", "marker+backward"]
+Mechanism = Literal["marker", "marker+backward", "selector"]
 """How a pattern's events are found in its trace; see docs/design.md, "Ground truth"."""
 
 Mode = Literal["train", "infer"]
-Stage = Literal["data", "h2d", "forward", "loss", "backward", "optimizer", "logging"]
-STAGES: tuple[Stage, ...] = ("data", "h2d", "forward", "loss", "backward", "optimizer", "logging")
+Runtime = Literal["eager", "compiled", "distributed"]
+"""How a workload's clean loop runs: plainly, through ``torch.compile``, or as one of several DDP ranks."""
+
+Stage = Literal["data", "h2d", "forward", "loss", "backward", "optimizer", "zero_grad", "logging"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass
@@ -56,16 +59,39 @@ class ModuleCall:
     stateful: bool
 
 
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function of ``torch.nn.functional`` that a step makes, found by a dry run.
+
+    ``module`` is the innermost module that makes it, one that a step calls exactly once; ``index`` counts
+    the calls of this function in that module's forward from 0. ``shapes`` and ``dtypes`` are those of the
+    tensors among the positional arguments; ``has`` names the keyword arguments that were neither None, False
+    nor 0.
+    """
+
+    function: str
+    name: str
+    module: torch.nn.Module
+    index: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    has: frozenset[str]
+
+
 class Loop(Protocol):
     """The reference loop as an injector sees it (collect/loop.py implements it).
 
-    The optimizer stage reads ``optimizer`` anew in each step, so that a body may put another one there for
-    the length of the stage.
+    The stages read ``optimizer``, ``network`` and ``autocast`` anew in each step, so that a body may put
+    something else there for the length of the stage. ``network`` is what the forward stage calls: the model,
+    or what wraps it (``torch.compile``, DistributedDataParallel).
     """
 
     model: torch.nn.Module
+    network: torch.nn.Module
     device: torch.device
     mode: Mode
+    runtime: Runtime
+    autocast: bool
     optimizer: torch.optim.Optimizer | None
 
     @property
@@ -73,6 +99,10 @@ class Loop(Protocol):
 
     def module_calls(self) -> Sequence[ModuleCall]:
         """Candidate places inside of the model, in order of execution."""
+        ...
+
+    def function_calls(self, function: str) -> Sequence[FunctionCall]:
+        """Calls of ``torch.nn.functional.<function>`` by modules of the model, in order of execution."""
         ...
 
     def make_loader(self, **changes: Any) -> Any:
@@ -92,8 +122,9 @@ class Loop(Protocol):
 Body = Callable[..., Any]
 
 
-Where = Literal["around", "before", "after"]
-"""What a site's marker covers: all of the clean work, or only what the body adds ahead of or behind it."""
+Where = Literal["around", "before", "after", "inside"]
+"""What a site's marker covers: all of the clean work, only what the body adds ahead of or behind it, or
+what the body itself marks."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +133,11 @@ class StageSite:
 
     When on, ``around``: ``body(state, original)`` stands for the stage's ``original(state)``, and all of it
     is marked. ``before`` and ``after``: ``body(state)`` runs ahead of or behind the stage, and the stage's
-    own work is not marked.
+    own work is not marked. ``inside``: ``body(state, original, mark)`` stands for the stage, and what runs
+    under ``with mark():`` is marked, on whatever thread.
+
+    ``otherwise`` has the form of ``body`` without ``mark`` and runs where the site is off, marked or not like
+    it: the same work as a careful user writes it, if the clean loop does not do that work by itself.
 
     ``data`` goes with a site of a later stage that needs another batch: in the steps in which the site is on,
     ``data(state, original)`` stands for the data stage. It is not marked.
@@ -111,6 +146,7 @@ class StageSite:
     stage: Stage
     body: Body
     where: Where = "around"
+    otherwise: Body | None = None
     data: Body | None = None
 
 
@@ -120,15 +156,25 @@ class ModuleSite:
 
     When on, ``around``: ``body(original, x)`` stands for the module's ``original(x)``, and all of it is
     marked. ``before`` marks ``x = body(x)`` ahead of the call and ``after`` marks ``y = body(y)`` behind it,
-    so that the module's own work is not marked.
+    so that the module's own work is not marked. ``inside``: ``body(original, x, mark)`` stands for the call,
+    and what runs under ``with mark():`` is marked. ``otherwise`` is as at a :class:`StageSite`.
     """
 
     call: ModuleCall
     body: Body
     where: Where = "around"
+    otherwise: Body | None = None
 
 
-Site = StageSite | ModuleSite
+@dataclass(frozen=True)
+class FunctionSite:
+    """A place at a function call: when on, ``body(original, *args, **kwargs)`` stands for it, all marked."""
+
+    call: FunctionCall
+    body: Body
+
+
+Site = StageSite | ModuleSite | FunctionSite
 
 
 @dataclass(frozen=True)
@@ -142,6 +188,8 @@ class Variant:
             are marked in all traces; ``choose`` then picks those that act.
         heldout: Kept out of train and validation (slice ``unseen_variant``).
         max_sites: At most so many places act at once; how many is drawn from 1 to this.
+        together: All candidates act, or none: they are one change in several places.
+        max_block_steps: At most so many steps between two readings of the clock, where a step takes seconds.
         settle_steps: Steps after a toggle that the cost measurement discards.
         starts_workers: ``sites`` makes a loader with workers. These must be forked before the model
             computes, so such a variant is placed ahead of those that ask for module calls.
@@ -152,6 +200,8 @@ class Variant:
     sites: Callable[[Loop], list[Site]]
     heldout: bool = False
     max_sites: int = 1
+    together: bool = False
+    max_block_steps: int | None = None
     settle_steps: int = 1
     starts_workers: bool = False
 
@@ -168,6 +218,9 @@ class Pattern:
         lanes: On which lane classes its events lie.
         mechanism: How its events are found.
         belongs: What in the trace belongs to it, in words.
+        selects: With the mechanism "selector": given the name of an event that the clean trace has nowhere
+            on the same path of operators, whether it and what lies below it belong to the pattern.
+        runtime: The kind of workload that it occurs in.
         needs_gpu: Cannot exist on a CPU.
         modes: Loops that it can be injected into.
         precondition: What an injector refuses to break, in words.
@@ -190,10 +243,16 @@ class Pattern:
     lookalikes: tuple[Variant, ...]
     remedy: str
     references: tuple[str, ...]
+    selects: Callable[[str], bool] | None = None
+    runtime: Runtime = "eager"
     needs_gpu: bool = False
     modes: frozenset[Mode] = frozenset({"train", "infer"})
     precondition: str = "none"
     native_risk: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.mechanism == "selector") != (self.selects is not None):
+            raise ValueError(f"pattern {self.id}: the mechanism selector and ``selects`` go together")
 
     def variant(self, name: str) -> Variant:
         """The variant or look-alike called ``name``."""
@@ -202,8 +261,10 @@ class Pattern:
                 return variant
         raise KeyError(f"pattern {self.id} has no variant {name}")
 
-    def applies(self, device_type: str, mode: Mode) -> str | None:
+    def applies(self, device_type: str, mode: Mode, runtime: Runtime = "eager") -> str | None:
         """None if the pattern can be injected there, else the reason why not."""
+        if self.runtime != runtime:
+            return f"{self.id} occurs only in {self.runtime} workloads"
         if self.needs_gpu and device_type == "cpu":
             return f"{self.id} needs a GPU"
         if mode not in self.modes:
@@ -221,5 +282,7 @@ def register(pattern: Pattern) -> Pattern:
 
 def choose(variant: Variant, candidates: Sequence[Site], rng: random.Random) -> list[int]:
     """Draw which candidates act: 1 to ``max_sites`` of them, uniformly, without regard to position."""
+    if variant.together:
+        return list(range(len(candidates)))
     count = min(len(candidates), rng.randint(1, variant.max_sites))
     return sorted(rng.sample(range(len(candidates)), count))

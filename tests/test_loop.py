@@ -71,7 +71,7 @@ def test_stages_run_in_order_on_one_state() -> None:
     for stage in STAGES:
         loop.stages[stage] = watched(stage, loop.stages[stage])
     result = loop.step()
-    assert happened == ["data", "h2d", "forward", "loss", "backward", "optimizer", "logging"]
+    assert happened == ["data", "h2d", "forward", "loss", "backward", "optimizer", "zero_grad", "logging"]
     assert all(state is result for state in states)
     assert result.output.shape == (4, 5)
     assert result.loss.shape == ()
