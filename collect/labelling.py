@@ -2,70 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtraceap.collect.paths import Paths
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels import segments as runs_of
 from torchtraceap.labels.markers import PREFIX, parse_marker
+from torchtraceap.labels.pattern import Mechanism
 from torchtraceap.labels.types import Segment
 
 
+@dataclass(frozen=True)
+class Armed:
+    """A placement that acts in a trace: its index in the trace's instances, and how its events are found."""
+
+    instance: int
+    mechanism: Mechanism
+    selects: Callable[[str], bool] | None = None
+
+
+def strip(trace: Trace) -> Trace:
+    """The trace without markers, and without GPU work that was launched before the profile began.
+
+    Nobody can say what the latter belongs to. Steps are numbered from 0.
+    """
+    return number_steps(trace.select(_published(trace))[0])
+
+
 def label(
-    trace: Trace, secret: str, backward: Sequence[bool], instance_of: dict[int, int]
+    trace: Trace, secret: str, armed: Mapping[int, Armed], clean: Paths | None = None
 ) -> tuple[Trace, list[Segment]]:
     """Find the segments of every placement that acted, and remove all markers.
-
-    GPU work that was launched before the profile began goes too: nobody can say what it belongs to.
 
     Args:
         trace: As read from the profiler, with this session's markers.
         secret: The session's part of marker names.
-        backward: For each placement, whether its mechanism follows the backward pass.
-        instance_of: For each armed placement its index in the trace's instances.
+        armed: The placements that act, by their index in the session.
+        clean: Paths of the stripped clean twin; needed by the mechanism "selector".
 
     Returns:
-        The trace without markers, its steps numbered from 0, and the segments in order of start.
+        The stripped trace (see :func:`strip`), and the segments in order of start.
 
     Raises:
         RuntimeError: A marker that said "on" belongs to a placement that was not armed.
+        ValueError: Two placements are of the mechanism "selector", or one is and ``clean`` is missing.
     """
+    keep = _published(trace)
+    stripped = strip(trace)
     markers = [parse_marker(secret, op.name) for op in trace.ops]
-    is_marker = np.array([op.name.startswith(PREFIX) for op in trace.ops], dtype=bool)[trace.events.op]
+    if stray := {m.placement for m in markers if m is not None and m.on} - armed.keys():
+        raise RuntimeError(f"placement {min(stray)} acted without being armed")
+
+    members: dict[int, NDArray[np.bool_]] = {}
     events = trace.events
-    keep = ~is_marker & ~launched_before(trace)
-    stripped, _ = trace.select(keep)
-    step = stripped.step
-    segments: list[Segment] = []
-    for placement in {m.placement for m in markers if m is not None and m.on}:
-        if placement not in instance_of:
-            raise RuntimeError(f"placement {placement} acted without being armed")
+    for placement, one in armed.items():
+        if one.mechanism == "selector":
+            continue
         on = np.array([m is not None and m.on and m.placement == placement for m in markers], dtype=bool)
-        member = runs_of.belongs(
-            on[events.op], events.parent, events.launch, events.forward, backward=backward[placement]
+        members[one.instance] = runs_of.belongs(
+            on[events.op],
+            events.parent,
+            events.launch,
+            events.forward,
+            backward=one.mechanism == "marker+backward",
         )[keep]
-        run = runs_of.runs(member, stripped.events.lane, step)
-        times = runs_of.bounds(run, stripped.events.start_ns, stripped.events.end_ns)
-        for (first, count), (start, end) in zip(run.tolist(), times.tolist(), strict=True):
-            lane = int(stripped.events.lane[first])
-            segments.append(
-                Segment(
-                    instance=instance_of[placement],
-                    lane=lane,
-                    lane_class=stripped.lanes[lane].kind,
-                    step=int(step[first]),
-                    start_ns=start,
-                    end_ns=end,
-                    first_event=first,
-                    event_count=count,
-                )
-            )
+    selectors = [one for one in armed.values() if one.mechanism == "selector"]
+    if len(selectors) > 1 or (selectors and clean is None):
+        raise ValueError("a trace can hold one pattern found by comparison, and needs the clean trace for it")
+    for one in selectors:
+        assert clean is not None
+        assert one.selects is not None
+        new = clean.lacks(stripped)
+        for member in members.values():
+            new &= ~member
+        members[one.instance] = _selected(stripped, new, one.selects)
+
+    segments = [
+        segment for instance, member in members.items() for segment in segments_of(stripped, member, instance)
+    ]
     segments.sort(key=lambda s: (s.start_ns, s.lane, s.first_event))
-    return number_steps(stripped), segments
+    return stripped, segments
+
+
+def segments_of(trace: Trace, member: NDArray[np.bool_], instance: int) -> list[Segment]:
+    """The segments that the events ``member`` (bool, shape (events,)) of ``trace`` form."""
+    events = trace.events
+    run = runs_of.runs(member, events.lane, trace.step)
+    times = runs_of.bounds(run, events.start_ns, events.end_ns)
+    return [
+        Segment(
+            instance=instance,
+            lane=int(events.lane[first]),
+            lane_class=trace.lanes[int(events.lane[first])].kind,
+            step=int(trace.step[first]),
+            start_ns=start,
+            end_ns=end,
+            first_event=first,
+            event_count=count,
+        )
+        for (first, count), (start, end) in zip(run.tolist(), times.tolist(), strict=True)
+    ]
+
+
+def _published(trace: Trace) -> NDArray[np.bool_]:
+    is_marker = np.array([op.name.startswith(PREFIX) for op in trace.ops], dtype=bool)[trace.events.op]
+    return ~is_marker & ~launched_before(trace)
+
+
+def _selected(trace: Trace, new: NDArray[np.bool_], selects: Callable[[str], bool]) -> NDArray[np.bool_]:
+    """Of the events ``new`` those whose name is accepted, with the new ones below and launched by them."""
+    accepted = np.array([selects(op.name) for op in trace.ops], dtype=bool)[trace.events.op]
+    return runs_of.below(new & accepted, trace.events.parent, trace.events.launch, among=new)
 
 
 def launched_before(trace: Trace) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS, Cost, conclude, look
+from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS, Cost, Look, conclude, look
 
 BLOCK_SECONDS = {"cpu": 0.12, "gpu": 0.06}
 """A block is as many steps as fit in this, within the bounds below."""
@@ -58,25 +58,55 @@ def block_steps(loop: TrainingLoop) -> int:
 
 
 def measure_cost(
-    loop: TrainingLoop,
-    placement: Placement,
-    *,
-    steps: int,
-    settle: int,
-    rng: random.Random,
-    progress: Callable[[int], None] = lambda pairs: None,
+    loop: TrainingLoop, placement: Placement, *, steps: int, settle: int, rng: random.Random
 ) -> Cost:
     """Compare the loop with and without ``placement`` armed, until decided or out of looks.
 
+    Other placements that are armed stay so: the cost is then what ``placement`` adds to them.
+
     Args:
-        loop: Warm in both arms, no other placement armed, never profiled in this process.
+        loop: Warm in both arms, never profiled in this process.
         placement: What is toggled.
         steps: Steps a block.
         settle: Steps discarded after a toggle.
         rng: Draws which arm of a pair runs first.
-        progress: Called with the number of pairs done.
     """
     pairs: list[tuple[float, float]] = []
+    with _toggled(loop, placement, pairs, steps, settle, rng) as run:
+        _until_settled(pairs, run)
+        decided_at = len(pairs)
+        run(REPORT_PAIRS)
+    return conclude(pairs, decided_at)
+
+
+def null_trial(loop: TrainingLoop, *, steps: int, rng: random.Random) -> Look:
+    """The verdict of :func:`measure_cost` on two arms that are the same: any "costly" is a false alarm."""
+    nothing = Placement(index=-1, sites=[], acting=frozenset())
+    pairs: list[tuple[float, float]] = []
+    with _toggled(loop, nothing, pairs, steps, 1, rng) as run:
+        return _until_settled(pairs, run)
+
+
+def _until_settled(pairs: list[tuple[float, float]], run: Callable[[int], None]) -> Look:
+    """Add pairs up to each look in turn, until one settles the matter; the last look taken."""
+    for pairs_at_look in LOOKS:
+        run(pairs_at_look - len(pairs))
+        seen = look(pairs)
+        if seen.settled:
+            break
+    return seen
+
+
+@contextmanager
+def _toggled(
+    loop: TrainingLoop,
+    placement: Placement,
+    pairs: list[tuple[float, float]],
+    steps: int,
+    settle: int,
+    rng: random.Random,
+) -> Iterator[Callable[[int], None]]:
+    """A function that appends so many pairs (seconds a step without and with) to ``pairs``."""
 
     def run(count: int) -> None:
         for _ in range(count):
@@ -86,19 +116,12 @@ def measure_cost(
                 placement.armed = armed
                 seconds[armed] = step_seconds(loop, steps, settle=settle)
             pairs.append((seconds[False], seconds[True]))
-            progress(len(pairs))
 
     try:
         with quiet():
-            for pairs_at_look in LOOKS:
-                run(pairs_at_look - len(pairs))
-                if look(pairs).settled:
-                    break
-            decided_at = len(pairs)
-            run(REPORT_PAIRS)
+            yield run
     finally:
         placement.armed = False
-    return conclude(pairs, decided_at)
 
 
 def median_clean_ms(costs: list[Cost]) -> float:

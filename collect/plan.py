@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import re
 from collections import Counter
@@ -12,10 +13,18 @@ import msgspec
 
 from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
 from torchtraceap.errors import UserError
-from torchtraceap.labels.pattern import PATTERNS, Mode, Pattern
+from torchtraceap.labels.pattern import PATTERNS, Mode, Pattern, Runtime
 
 HELDOUT_SHARE = 0.25
 """Share of injections that use a held-out variant, which only test may keep."""
+
+
+LOOKALIKE_SHARE = 0.3
+"""Look-alikes of a workload for each of its patterns; as each is in half of the traces, and a pattern in one,
+both occur about equally often."""
+
+ARM_SIZES = (0.7, 0.2, 0.1)
+"""Shares of traces with one, two and three patterns."""
 
 
 class Injection(msgspec.Struct, frozen=True):
@@ -28,8 +37,9 @@ class Injection(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """One workload: a model in one mode at one batch size, and what is injected into it.
 
-    Each injection gives a trace of its own beside the clean one; the look-alike appears in some of them.
-    ``spares`` stand in, in their order, for injections that find no place in the model.
+    Each arm gives a trace beside the clean one, with the injections that it lists by index; no injection is
+    in two arms. Look-alikes appear in half of all traces. ``spares`` stand in, in their order, for injections
+    that find no place in the model. ``null_trials`` compare the clean loop with itself.
     """
 
     model: str
@@ -37,14 +47,18 @@ class Job(msgspec.Struct, frozen=True):
     batch_size: int
     seed: int
     injections: list[Injection]
+    arms: list[list[int]]
     spares: list[Injection] = []
-    lookalike: Injection | None = None
+    lookalikes: list[Injection] = []
+    runtime: Runtime = "eager"
+    null_trials: int = 0
 
     @property
     def name(self) -> str:
         """A file name without its ending. ``a_b`` and ``a-b`` differ in it, ``a/b`` and ``a-b`` do not."""
         model = re.sub(r"[^A-Za-z0-9._]+", "-", self.model)
-        return f"{model}_{self.mode}_b{self.batch_size}"
+        runtime = "" if self.runtime == "eager" else f"_{self.runtime}"
+        return f"{model}_{self.mode}_b{self.batch_size}{runtime}"
 
 
 def make_plan(
@@ -54,19 +68,24 @@ def make_plan(
     modes: Iterable[Mode] = ("train", "infer"),
     patterns: Sequence[str] | None = None,
     per_workload: int = 2,
+    null_trials: int = 0,
+    runtime: Runtime = "eager",
     seed: int = 0,
 ) -> list[Job]:
     """Spread the patterns evenly over the workloads.
 
     A workload is a model in a mode at one of its batch sizes (drawn by seed). It takes the patterns that
-    apply there and have been used least so far; ties are broken by seed, and so is the variant.
+    apply there and have been used least so far; ties are broken by seed, and so are the variant and how
+    many patterns share a trace.
 
     Args:
         models: Names from the zoo.
         device_type: ``cpu``, ``cuda``, ...
         modes: Loops to run.
         patterns: Pattern ids to draw from; all when None.
-        per_workload: Injected traces a workload, beside the clean one.
+        per_workload: Patterns a workload, in traces of one to three of them beside the clean one.
+        null_trials: Measurements of the clean loop against itself, a workload.
+        runtime: The kind of workload; patterns of other kinds are left out.
         seed: Equal seeds give equal plans.
 
     Raises:
@@ -76,7 +95,7 @@ def make_plan(
     catalogue = [PATTERNS[name] for name in dict.fromkeys(patterns)] if patterns else list(PATTERNS)
     kind: DeviceKind = "cpu" if device_type == "cpu" else "gpu"
     used: Counter[str] = Counter()
-    lookalikes: Counter[tuple[str, str]] = Counter()
+    seen: Counter[tuple[str, str]] = Counter()
     jobs = []
     for spec in specs:
         for mode in modes:
@@ -84,15 +103,16 @@ def make_plan(
             if not sizes:
                 continue
             rng = random.Random(_digest(seed, spec, mode))
-            usable = [p for p in catalogue if p.applies(device_type, mode) is None]
+            usable = [p for p in catalogue if p.applies(device_type, mode, runtime) is None]
             ordered = sorted(usable, key=lambda p: (used[p.id], rng.random()))
             chosen, spare = ordered[:per_workload], ordered[per_workload:]
             used.update(p.id for p in chosen)
             twins = sorted(
                 ((p.id, twin.name) for p in usable for twin in p.lookalikes),
-                key=lambda twin: (lookalikes[twin], rng.random()),
-            )
-            lookalikes.update(twins[:1])
+                key=lambda twin: (seen[twin], rng.random()),
+            )[: math.ceil(per_workload * LOOKALIKE_SHARE)]
+            seen.update(twins)
+            rng.shuffle(chosen)  # or the patterns used least would always share a trace
             jobs.append(
                 Job(
                     model=spec.name,
@@ -100,8 +120,11 @@ def make_plan(
                     batch_size=rng.choice(list(sizes)),
                     seed=rng.getrandbits(31),
                     injections=[Injection(p.id, _variant(p, rng)) for p in chosen],
+                    arms=_arms(len(chosen), rng),
                     spares=[Injection(p.id, _variant(p, rng)) for p in spare],
-                    lookalike=Injection(*twins[0]) if twins else None,
+                    lookalikes=[Injection(*twin) for twin in twins],
+                    runtime=runtime,
+                    null_trials=null_trials,
                 )
             )
     if not jobs:
@@ -109,7 +132,7 @@ def make_plan(
             f"nothing to collect: none of {len(specs)} models runs on {device_type} in the modes asked for"
         )
     if per_workload and not any(job.injections for job in jobs):
-        reasons = {p.applies(device_type, job.mode) for p in catalogue for job in jobs}
+        reasons = {p.applies(device_type, job.mode, runtime) for p in catalogue for job in jobs}
         raise UserError(f"nothing to inject: {'; '.join(sorted(map(str, reasons)))}")
     return jobs
 
@@ -117,6 +140,16 @@ def make_plan(
 def _digest(seed: int, spec: ModelSpec, mode: Mode) -> int:
     """A seed that does not depend on which other models are in the plan."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{spec.name}/{mode}".encode()).digest()[:8], "big")
+
+
+def _arms(count: int, rng: random.Random) -> list[list[int]]:
+    """Deal the injections 0 to ``count`` - 1 out into traces of one to three."""
+    arms, left = [], list(range(count))
+    while left:
+        (size,) = rng.choices((1, 2, 3), ARM_SIZES)
+        arms.append(left[:size])
+        left = left[size:]
+    return arms
 
 
 def _variant(pattern: Pattern, rng: random.Random) -> str:

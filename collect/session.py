@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import secrets
-from collections.abc import Callable
-from contextlib import closing
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,23 @@ import torch
 from torchtraceap.collect import devices, profiling
 from torchtraceap.collect.cutting import keep_steps, steps_below
 from torchtraceap.collect.evidence import absent_by_dispatch, exhaustive
-from torchtraceap.collect.labelling import label, number_steps
+from torchtraceap.collect.labelling import Armed, label, number_steps, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.collect.measure import block_steps, measure_cost, median_clean_ms, step_seconds
+from torchtraceap.collect.measure import (
+    block_steps,
+    measure_cost,
+    median_clean_ms,
+    null_trial,
+    step_seconds,
+)
 from torchtraceap.collect.model import ZOO
+from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.plan import Injection, Job
 from torchtraceap.dataset.parquet import write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
-from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
-from torchtraceap.labels.cost import Cost
+from torchtraceap.labels.cost import Cost, Look
 from torchtraceap.labels.pattern import PATTERNS, Pattern, Site, Stage, StageSite, Variant, choose
 from torchtraceap.labels.types import Instance, Segment, State
 
@@ -48,16 +56,21 @@ class Injected:
     def name(self) -> str:
         return f"{self.pattern.id}/{self.variant.name}"
 
+    @property
+    def measured(self) -> Cost:
+        """Its cost, once that is measured."""
+        assert self.cost is not None
+        return self.cost
+
     def mean_ms(self, steps: int) -> float:
         """Its cost averaged over ``steps`` profiled steps, in not all of which it need act."""
-        assert self.cost is not None
         acting = self.placement.steps
-        return self.cost.ms * (1.0 if acting is None else len(acting) / steps)
+        return self.measured.ms * (1.0 if acting is None else len(acting) / steps)
 
     def instance(self) -> Instance:
         """What the trace says of it; costs must have been measured."""
-        assert self.cost is not None
-        state: State = self.cost.state
+        cost = self.measured
+        state: State = cost.state
         if self.is_lookalike:
             # Harmless by construction; the measurement can only object. What it finds costly here is still
             # no instance of the pattern, and so nothing that a detector should be judged by.
@@ -70,10 +83,10 @@ class Injected:
             state=state,
             every_step=self.placement.steps is None,
             sites=len(self.placement.acting),
-            cost_ms=self.cost.ms,
-            cost_ratio=self.cost.ratio,
-            cost_low=self.cost.low,
-            cost_high=self.cost.high,
+            cost_ms=cost.ms,
+            cost_ratio=cost.ratio,
+            cost_low=cost.low,
+            cost_high=cost.high,
         )
 
 
@@ -119,15 +132,18 @@ class Session:
         self.loop = TrainingLoop(
             ZOO[job.model], job.mode, job.batch_size, device, secret=self.secret, seed=job.seed
         )
-        self.injected: list[Injected] = []
+        self.placed: list[Injected] = []
+        self.arms: list[list[Injected]] = [[]]
+        self.twins: list[Injected] = []
         self.skipped: list[str] = []
+        self.nulls: list[Look] = []
         self.clean_ms = math.nan
 
     def run(self, out: Path) -> dict[str, Any]:
         """All of it; see :func:`run_job`."""
         self._place()
         absent = absent_by_dispatch(self.loop)
-        for one in self.injected:
+        for one in self.placed:
             self.loop.install(one.placement)
         self.progress("warming up")
         self._warm_up()
@@ -146,6 +162,7 @@ class Session:
             "skipped": self.skipped,
             "event_cap": self.event_cap,
             "block_steps": steps,
+            "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
             "instances": [
                 {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
                 for r in records
@@ -158,55 +175,71 @@ class Session:
             "traces": len(records),
             "events": sum(len(r.trace) for r in records),
             "segments": sum(len(r.segments) for r in records),
-            "states": [f"{one.name}: {one.instance().state}" for one in self.injected],
+            "states": [f"{one.name}: {one.instance().state}" for one in self.placed],
             "skipped": self.skipped,
         }
 
     def _place(self) -> None:
         """Find the candidate places of every injection, before any is wrapped, and draw those that act."""
-        lookalike = self.job.lookalike
+        job = self.job
         # Loader workers must be forked before the dry run, which others ask for, computes anything.
-        wanted = [*self.job.injections, *([lookalike] if lookalike else [])]
-        early = {one: self._sites(one) for one in wanted if _starts_workers(one)}
-        for one in self.job.injections:
-            self._place_one(one, early.get(one))
-        for one in self.job.spares:
-            if len(self.injected) < len(self.job.injections) and not _starts_workers(one):
-                self._place_one(one)
-        if self.job.injections and not self.injected:
-            raise UserError(f"{self.job.model}: nothing can be injected ({'; '.join(self.skipped)})")
-        if lookalike is not None:
-            self._place_one(lookalike, early.get(lookalike), is_lookalike=True)
+        early = {one: self._sites(one) for one in [*job.injections, *job.lookalikes] if _starts_workers(one)}
+        spares = [one for one in job.spares if not _starts_workers(one)]
+        for indices in job.arms:
+            arm: list[Injected] = []
+            for one in [job.injections[index] for index in indices]:
+                placed = self._place_one(one, early.get(one), beside=arm)
+                while placed is None and spares:
+                    placed = self._place_one(spares.pop(0), beside=arm)
+                if placed is not None:
+                    arm.append(placed)
+            if arm:
+                self.arms.append(arm)
+        if job.injections and not self.placed:
+            raise UserError(f"{job.model}: nothing can be injected ({'; '.join(self.skipped)})")
+        for one in job.lookalikes:
+            placed = self._place_one(one, early.get(one), beside=list(self.placed), is_lookalike=True)
+            if placed is not None:
+                self.twins.append(placed)
 
     def _sites(self, plan: Injection) -> list[Site]:
         """Candidate places; none where the pattern does not apply."""
         pattern = PATTERNS[plan.pattern]
-        applies = pattern.applies(self.loop.device.type, self.loop.mode) is None
+        applies = pattern.applies(self.loop.device.type, self.loop.mode, self.loop.runtime) is None
         return pattern.variant(plan.variant).sites(self.loop) if applies else []
 
     def _place_one(
-        self, plan: Injection, sites: list[Site] | None = None, is_lookalike: bool = False
-    ) -> None:
+        self,
+        plan: Injection,
+        sites: list[Site] | None = None,
+        *,
+        beside: list[Injected],
+        is_lookalike: bool = False,
+    ) -> Injected | None:
+        """Place an injection that may act in the same trace as those of ``beside``, or say why not."""
         pattern = PATTERNS[plan.pattern]
         variant = pattern.variant(plan.variant)
-        reason = pattern.applies(self.loop.device.type, self.loop.mode)
+        reason = pattern.applies(self.loop.device.type, self.loop.mode, self.loop.runtime)
         sites = self._sites(plan) if sites is None else sites
         if not sites:
             reason = reason or "no place for it in this model"
-        elif is_lookalike and any(_replaced(sites) & _replaced(one.placement.sites) for one in self.injected):
-            reason = "would stand in for the stage that a pattern stands in for"
+        elif any(_replaced(sites) & _replaced(one.placement.sites) for one in beside):
+            reason = "would stand in for the stage that another pattern stands in for"
+        elif pattern.mechanism == "selector" and any(o.pattern.mechanism == "selector" for o in beside):
+            reason = "a trace can hold one pattern that is found by comparison with the clean one"
         if reason:
             self.skipped.append(f"{pattern.id}/{variant.name}: {reason}")
-            return
+            return None
         # What takes longer to settle than the profiler warms up cannot be toggled from step to step.
         every_step = self.rng.random() < 0.5 or variant.settle_steps > profiling.WARMUP_STEPS
         placement = Placement(
-            index=len(self.injected),
+            index=len(self.placed),
             sites=sites,
             acting=frozenset(choose(variant, sites, self.rng)),
             steps=None if every_step else self._some_steps(),
         )
-        self.injected.append(Injected(pattern, variant, placement, is_lookalike))
+        self.placed.append(Injected(pattern, variant, placement, is_lookalike))
+        return self.placed[-1]
 
     def _some_steps(self) -> frozenset[int]:
         """Some but not all of the profiled steps."""
@@ -214,62 +247,69 @@ class Session:
         return frozenset(self.rng.sample(range(steps), self.rng.randint(1, steps - 1)))
 
     def _warm_up(self) -> None:
+        """Every arm as it will run: what allocates, compiles or tunes does so now."""
         for _ in range(WARMUP_STEPS):
             self.loop.step()
-        for one in self.injected:
-            one.placement.armed = True
-            for _ in range(max(2, one.variant.settle_steps)):
-                self.loop.step()
-            one.placement.armed = False
+        for arm in [*self.arms[1:], *([twin] for twin in self.twins)]:
+            with _armed(arm):
+                for _ in range(max(2, *(one.variant.settle_steps for one in arm))):
+                    self.loop.step()
         devices.synchronize(self.loop.device)
 
     def _measure(self, steps: int) -> None:
-        for one in self.injected:
-            self.progress(f"measuring {one.name}")
-            one.cost = measure_cost(
-                self.loop, one.placement, steps=steps, settle=one.variant.settle_steps, rng=self.rng
-            )
-        costs = [one.cost for one in self.injected if one.cost is not None]
+        """The cost of each pattern beside the others of its arm, and that of each look-alike alone."""
+        costs = []
+        for arm in [*self.arms[1:], *([twin] for twin in self.twins)]:
+            for one in arm:
+                self.progress(f"measuring {one.name}")
+                with _armed([other for other in arm if other is not one]):
+                    one.cost = measure_cost(
+                        self.loop,
+                        one.placement,
+                        steps=min(steps, one.variant.max_block_steps or steps),
+                        settle=one.variant.settle_steps,
+                        rng=self.rng,
+                    )
+                if len(arm) == 1:
+                    costs.append(one.cost)
+        for number in range(self.job.null_trials):
+            self.progress(f"null trial {number + 1} of {self.job.null_trials}")
+            self.nulls.append(null_trial(self.loop, steps=steps, rng=self.rng))
         self.clean_ms = median_clean_ms(costs) if costs else step_seconds(self.loop, steps) * 1e3
 
     def _profile_arms(self) -> list[TraceRecord]:
-        """The clean trace first in the list, then one an injection; profiled in random order."""
-        arms = [[], *([one] for one in self.injected if not one.is_lookalike)]
-        twins = [one for one in self.injected if one.is_lookalike]
-        records: dict[int, TraceRecord] = {}
-        for number in self.rng.sample(range(len(arms)), len(arms)):
-            self.progress(f"profiling {arms[number][0].name if number else 'clean'}")
-            arm = arms[number] + [twin for twin in twins if self.rng.random() < 0.5]
-            records[number] = self._profile_arm(arm)
-        return [records[number] for number in range(len(arms))]
+        """The clean trace first in the list, then one an arm; profiled in random order."""
+        profiles: dict[int, tuple[list[Injected], Trace]] = {}
+        for number in self.rng.sample(range(len(self.arms)), len(self.arms)):
+            arm = self.arms[number]
+            self.progress(f"profiling {' and '.join(one.name for one in arm) or 'clean'}")
+            acting = arm + [twin for twin in self.twins if self.rng.random() < 0.5 and _fits(twin, arm)]
+            with _armed(acting):
+                settle = max((one.variant.settle_steps for one in acting), default=0)
+                profiles[number] = acting, profiling.profile_steps(self.loop, settle)
+        self.progress("labelling")
+        clean = Paths(strip(profiles[0][1]))
+        return [self._record(*profiles[number], clean) for number in range(len(self.arms))]
 
-    def _profile_arm(self, arm: list[Injected]) -> TraceRecord:
-        for one in arm:
-            one.placement.armed = True
-        try:
-            settle = max((one.variant.settle_steps for one in arm), default=0)
-            whole = profiling.profile_steps(self.loop, settle)
-        finally:
-            for one in arm:
-                one.placement.armed = False
-        whole, segments = label(
-            whole,
-            self.secret,
-            backward=[one.pattern.mechanism == "marker+backward" for one in self.injected],
-            instance_of={one.placement.index: i for i, one in enumerate(arm)},
-        )
+    def _record(self, arm: list[Injected], profile: Trace, clean: Paths) -> TraceRecord:
+        armed = {
+            one.placement.index: Armed(i, one.pattern.mechanism, one.pattern.selects)
+            for i, one in enumerate(arm)
+        }
+        whole, segments = label(profile, self.secret, armed, clean)
         whole, segments = keep_steps(whole, segments, profiling.LEAD_IN, profiling.PROFILED_STEPS)
         trace = whole
         if (count := steps_below(whole, self.event_cap)) < profiling.PROFILED_STEPS:
-            # A part in which the arm's pattern acts, if it does not act in all steps.
+            # A part in which the arm's first pattern acts, if it does not act in all steps.
             acting = arm[0].placement.steps if arm else None
             first = self.rng.choice(sorted(acting or range(profiling.PROFILED_STEPS)))
             trace, segments = keep_steps(whole, segments, min(first, profiling.PROFILED_STEPS - count), count)
         trace = number_steps(trace)
-        arm, segments = self._seen(arm, segments)
+        was_cut = len(trace.step_bounds) < profiling.PROFILED_STEPS
+        arm, segments = self._seen(arm, segments, was_cut=was_cut)
         instances = [one.instance() for one in arm]
         spec, loop = self.loop.spec, self.loop
-        step_ms = self.clean_ms + sum(one.mean_ms(profiling.PROFILED_STEPS) for one in arm)
+        step_ms = self._step_ms(arm)
         record = TraceRecord(
             trace=trace,
             meta={
@@ -299,11 +339,27 @@ class Session:
         trace.check(f"trace of {spec.name}")
         return record
 
-    def _seen(self, arm: list[Injected], segments: list[Segment]) -> tuple[list[Injected], list[Segment]]:
-        """Leave out look-alikes that left no event (a view, a cast to the same type, a step cut away)."""
+    def _step_ms(self, arm: list[Injected]) -> float:
+        """Step time without the profiler, averaged over the profiled steps, in not all of which all act."""
+        patterns = [one for one in arm if not one.is_lookalike]
+        with_all = self.clean_ms
+        if len(patterns) == 1:
+            with_all += patterns[0].measured.ms
+        elif patterns:  # measured together; their costs need not add up
+            with_all = statistics.median(one.measured.median_with_ms for one in patterns)
+        return with_all + sum(
+            one.mean_ms(profiling.PROFILED_STEPS) - (0 if one.is_lookalike else one.measured.ms)
+            for one in arm
+        )
+
+    def _seen(
+        self, arm: list[Injected], segments: list[Segment], *, was_cut: bool
+    ) -> tuple[list[Injected], list[Segment]]:
+        """Leave out what left no event: look-alikes (a view, a cast to the same type), steps cut away."""
         found = sorted({segment.instance for segment in segments})
         for i, one in enumerate(arm):
-            if i not in found and not one.is_lookalike:
+            elsewhere = was_cut and one is not arm[0]
+            if i not in found and not one.is_lookalike and not elsewhere:
                 raise RuntimeError(f"{one.name} acted, but no event of the trace belongs to it")
         position = {old: new for new, old in enumerate(found)}
         renumbered = [msgspec.structs.replace(s, instance=position[s.instance]) for s in segments]
@@ -312,9 +368,25 @@ class Session:
     def _cost(self, instance: Instance) -> Cost | None:
         return next(
             one.cost
-            for one in self.injected
+            for one in self.placed
             if (one.pattern.id, one.variant.name) == (instance.pattern, instance.variant)
         )
+
+
+@contextmanager
+def _armed(arm: list[Injected]) -> Iterator[None]:
+    for one in arm:
+        one.placement.armed = True
+    try:
+        yield
+    finally:
+        for one in arm:
+            one.placement.armed = False
+
+
+def _fits(twin: Injected, arm: list[Injected]) -> bool:
+    """Whether a look-alike can be told from the patterns of an arm, where both are found by comparison."""
+    return twin.pattern.mechanism != "selector" or all(o.pattern.mechanism != "selector" for o in arm)
 
 
 def _starts_workers(plan: Injection) -> bool:

@@ -84,6 +84,11 @@ class Cost(msgspec.Struct, frozen=True):
     decided_at: int
     pairs: list[tuple[float, float]]
 
+    @property
+    def median_with_ms(self) -> float:
+        """Median step time with the pattern, milliseconds."""
+        return float(np.median([seconds for _, seconds in self.pairs])) * 1e3
+
 
 def log_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
     """log(with / without) of each pair, shape (pairs,).

@@ -33,19 +33,26 @@ def belongs(
     Returns:
         bool, shape (events,).
     """
-    inside = _below(roots, parent, launch)
+    inside = below(roots, parent, launch)
     if backward:
         grads = (forward >= 0) & inside[forward]
-        inside = _below(inside | grads, parent, launch)
+        inside = below(inside | grads, parent, launch)
     return inside & ~roots
 
 
-def _below(seeds: BoolArray, parent: IntArray, launch: IntArray) -> BoolArray:
-    """``seeds`` and all their descendants; a GPU event follows its launch call, else its parent."""
+def below(
+    seeds: BoolArray, parent: IntArray, launch: IntArray, *, among: BoolArray | None = None
+) -> BoolArray:
+    """``seeds`` and all their descendants; a GPU event follows its launch call, else its parent.
+
+    With ``among`` only through and to events of it.
+    """
     above = np.where(launch >= 0, launch, parent)
     inside = seeds.copy()
     while True:  # one round per level of the tree
         grown = inside | ((above >= 0) & inside[above])
+        if among is not None:
+            grown &= among
         if np.array_equal(grown, inside):
             return inside
         inside = grown

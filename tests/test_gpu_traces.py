@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtraceap.collect.labelling import label
+from torchtraceap.collect.labelling import Armed, label
 from torchtraceap.dataset.kineto import read_trace
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels.markers import PREFIX
@@ -17,12 +17,13 @@ from torchtraceap.labels.types import Segment
 DATA = Path(__file__).parent / "data" / "h200"
 
 
-def labelled(name: str, backward: list[bool], armed: int | None) -> tuple[Trace, list[Segment]]:
+def labelled(name: str, backward: bool, armed: int | None) -> tuple[Trace, list[Segment]]:
     """The trace called ``name`` without its markers, and the segments of the placement that was armed."""
     raw = read_trace(DATA / f"{name}.json.gz")
     marker = next(op.name for op in raw.ops if op.name.startswith(PREFIX))
     secret = marker.removeprefix(PREFIX).split("/")[0]
-    trace, segments = label(raw, secret, backward, {} if armed is None else {armed: 0})
+    placements = {} if armed is None else {armed: Armed(0, "marker+backward" if backward else "marker")}
+    trace, segments = label(raw, secret, placements)
     trace.check(name)
     return trace, segments
 
@@ -46,8 +47,8 @@ def unlabelled(trace: Trace, segments: list[Segment]) -> Counter[str]:
 @pytest.mark.parametrize(
     ("name", "clean", "backward", "armed"),
     [
-        ("dtype_ping_pong_train", "dtype_ping_pong_train_clean", [True], 0),
-        ("host_sync_infer", "infer_clean", [False, False], 1),
+        ("dtype_ping_pong_train", "dtype_ping_pong_train_clean", True, 0),
+        ("host_sync_infer", "infer_clean", False, 1),
     ],
 )
 def test_without_its_segments_a_trace_is_the_clean_one(name, clean, backward, armed):
@@ -58,7 +59,7 @@ def test_without_its_segments_a_trace_is_the_clean_one(name, clean, backward, ar
 
 
 def test_backward_of_injected_casts_is_found_on_the_thread_of_autograd():
-    trace, segments = labelled("dtype_ping_pong_train", [True], 0)
+    trace, segments = labelled("dtype_ping_pong_train", True, 0)
     main = int(trace.events.lane[np.flatnonzero(np.char.startswith(trace.names.astype(str), "Profiler"))[0]])
     by_place = Counter(
         (s.lane_class, "main" if s.lane == main else "other", s.step)
@@ -75,7 +76,7 @@ def test_backward_of_injected_casts_is_found_on_the_thread_of_autograd():
 
 
 def test_a_blocking_copy_holds_its_wait_and_its_gpu_work():
-    trace, segments = labelled("pageable_h2d_infer", [False, False], 0)
+    trace, segments = labelled("pageable_h2d_infer", False, 0)
     assert Counter((s.lane_class, s.step) for s in segments) == {
         (lane, step): 1 for lane in ("cpu", "gpu") for step in range(3)
     }
@@ -87,7 +88,7 @@ def test_a_blocking_copy_holds_its_wait_and_its_gpu_work():
 
 
 def test_host_sync_acts_in_some_steps_only():
-    trace, segments = labelled("host_sync_infer", [False, False], 1)
+    trace, segments = labelled("host_sync_infer", False, 1)
     steps = {segment.step for segment in segments}
     assert steps
     assert steps < {0, 1, 2}
@@ -97,7 +98,7 @@ def test_host_sync_acts_in_some_steps_only():
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.json.gz")), ids=lambda path: path.name)
 def test_every_gpu_event_has_its_launch_in_the_step_that_it_belongs_to(path):
-    trace, _ = labelled(path.name.removesuffix(".json.gz"), [True, True], _armed(path))
+    trace, _ = labelled(path.name.removesuffix(".json.gz"), True, _armed(path))
     gpu = np.flatnonzero(trace.on_gpu)
     launch = trace.events.launch[gpu]
     assert (launch >= 0).all()

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from torchtraceap.collect.cutting import keep_steps
-from torchtraceap.collect.labelling import label, number_steps
+from torchtraceap.collect.labelling import Armed, label, number_steps, strip
 from torchtraceap.collect.loop import Placement
+from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace
 from torchtraceap.labels.markers import PREFIX, Marker, marker_name, parse_marker
@@ -67,7 +68,7 @@ def by_hand(rows=ROWS) -> Trace:
 
 
 def labelled(backward: bool) -> tuple[Trace, list[Segment]]:
-    return label(by_hand(), "s", [False] * 5 + [backward], {5: 2})
+    return label(by_hand(), "s", {5: Armed(2, "marker+backward" if backward else "marker")})
 
 
 def test_segments_of_a_trace_by_hand() -> None:
@@ -118,7 +119,7 @@ def test_steps_are_numbered_from_zero_by_number_and_not_by_name() -> None:
 
 def test_decoys_leave_no_segments() -> None:
     rows = [row if row[1] != ON else (row[0], OFF, *row[2:]) for row in ROWS]
-    trace, segments = label(by_hand(rows), "s", [True] * 6, {5: 0})
+    trace, segments = label(by_hand(rows), "s", {5: Armed(0, "marker+backward")})
     assert segments == []
     assert trace.events.arrays().keys() == Events.DTYPES.keys()
     same, _ = labelled(backward=True)
@@ -127,7 +128,7 @@ def test_decoys_leave_no_segments() -> None:
 
 def test_a_marker_of_nothing_armed_is_a_bug() -> None:
     with pytest.raises(RuntimeError, match="placement 5 acted without being armed"):
-        label(by_hand(), "s", [True] * 6, {0: 0})
+        label(by_hand(), "s", {0: Armed(0, "marker")})
 
 
 def test_a_marker_around_nothing_makes_no_segment() -> None:
@@ -135,7 +136,7 @@ def test_a_marker_around_nothing_makes_no_segment() -> None:
         (MAIN, ON, "user_annotation", 0, 10, -1, -1, -1),
         (MAIN, "aten::add", "cpu_op", 20, 5, -1, -1, -1),
     ]
-    trace, segments = label(by_hand(rows), "s", [True] * 6, {5: 0})
+    trace, segments = label(by_hand(rows), "s", {5: Armed(0, "marker+backward")})
     assert segments == []
     assert trace.names.tolist() == ["aten::add"]
 
@@ -143,7 +144,9 @@ def test_a_marker_around_nothing_makes_no_segment() -> None:
 def test_two_placements_in_one_trace() -> None:
     rows = list(ROWS)
     rows[6] = (MAIN, marker_name("s", Marker(4, 0, True)), *ROWS[6][2:])
-    trace, segments = label(by_hand(rows), "s", [True] * 6, {4: 0, 5: 1})
+    trace, segments = label(
+        by_hand(rows), "s", {4: Armed(0, "marker+backward"), 5: Armed(1, "marker+backward")}
+    )
     found = [(s.instance, trace.names[s.first_event]) for s in segments]
     assert found == [
         (1, "aten::clone"),
@@ -198,7 +201,7 @@ def members(trace: Trace, segments: list[Segment]) -> np.ndarray:
 def test_training_profile() -> None:
     acting = {1, 6}
     marked = profiled("train", placed(0, acting, frozenset({0, 2})))
-    trace, segments = published(*label(marked, "s", [True], {0: 0}))
+    trace, segments = published(*label(marked, "s", {0: Armed(0, "marker+backward")}))
     trace.check()
     inside, ours = members(trace, segments), is_ours(trace)
     assert ours.any()
@@ -228,13 +231,13 @@ def test_inference_profile_of_two_placements() -> None:
     on = [parse_marker("s", op.name) for op in marked.ops if op.name.startswith(PREFIX)]
     assert {(m.placement, m.site) for m in on if m and m.on} == {(0, 2), (1, 4)}
     assert len({(m.placement, m.site) for m in on if m}) == 3 * 11  # every candidate is marked
-    trace, segments = published(*label(marked, "s", [True, True, True], {0: 0, 1: 1}))
+    trace, segments = published(*label(marked, "s", {i: Armed(i, "marker+backward") for i in (0, 1)}))
     assert [(s.instance, s.step) for s in segments] == [(i, step) for step in range(3) for i in (0, 1)]
     assert np.array_equal(members(trace, segments) & is_ours(trace), is_ours(trace))
 
 
 def test_profile_of_decoys() -> None:
-    trace, segments = label(profiled("train", placed(0, {1, 6}, armed=False)), "s", [True], {})
+    trace, segments = label(profiled("train", placed(0, {1, 6}, armed=False)), "s", {})
     assert segments == []
     assert not is_ours(trace).any()
     assert not any(PREFIX in op.name for op in trace.ops)
@@ -258,7 +261,50 @@ def test_recomputation_of_a_checkpoint_belongs() -> None:
     site = next(one for one in loop.module_calls() if one.name == "inner.0")
     loop.install(Placement(0, [ModuleSite(site, softplus_twice, "after")], frozenset({0}), armed=True))
     loop.step()
-    trace, segments = published(*label(profile_steps(loop, 0), "s", [True], {0: 0}))
+    trace, segments = published(*label(profile_steps(loop, 0), "s", {0: Armed(0, "marker+backward")}))
     ours = is_ours(trace)
     assert (trace.names[ours] == "aten::softplus").sum() == 3 * 2 * 2  # steps, ops, forward and again
     assert not (ours & ~members(trace, segments)).any()
+
+
+# -- the mechanism "selector" -------------------------------------------------------------------------
+
+# What a pattern brings about elsewhere: an accumulation under a node that the clean trace has too, and a
+# call that waits. A second conv is no news, and neither is what has another name than the pattern's.
+CONSEQUENCES = [
+    (MAIN, "ProfilerStep#12", "user_annotation", 100, 900, -1, -1, -1),  # 0
+    (MAIN, "aten::conv", "cpu_op", 110, 90, 0, -1, -1),  # 1
+    (MAIN, "aten::conv", "cpu_op", 210, 90, 0, -1, -1),  # 2
+    (MAIN, "AccumulateGrad", "cpu_op", 400, 200, 0, -1, -1),  # 3
+    (MAIN, "aten::add_", "cpu_op", 410, 100, 3, -1, -1),  # 4
+    (MAIN, "cudaLaunchKernel", "cuda_runtime", 420, 10, 4, -1, -1),  # 5
+    (MAIN, "aten::tanh", "cpu_op", 700, 50, 0, -1, -1),  # 6
+    (STREAM, "add_kernel", "kernel", 800, 100, 4, 5, -1),  # 7
+]
+
+
+def test_selector_finds_what_the_clean_twin_has_not() -> None:
+    clean = Paths(strip(by_hand([*CONSEQUENCES[:2], (*CONSEQUENCES[3][:5], 0, -1, -1)])))
+    rows = [(MAIN, "ProfilerStep#3", *CONSEQUENCES[0][2:]), *CONSEQUENCES[1:]]
+    trace, segments = label(by_hand(rows), "s", {0: Armed(3, "selector", lambda name: "add" in name)}, clean)
+    found = [trace.names[s.first_event : s.first_event + s.event_count].tolist() for s in segments]
+    assert found == [["aten::add_", "cudaLaunchKernel"], ["add_kernel"]]
+    assert {s.instance for s in segments} == {3}
+
+
+def test_selector_leaves_to_markers_what_is_theirs() -> None:
+    twin = by_hand([row for row in ROWS if row[1] == "ProfilerStep#12"])
+    armed = {5: Armed(0, "marker"), 6: Armed(1, "selector", lambda name: name.startswith("aten::"))}
+    trace, segments = label(by_hand(), "s", armed, Paths(strip(twin)))
+    by_instance = [{trace.names[s.first_event] for s in segments if s.instance == i} for i in (0, 1)]
+    assert "aten::clone" in by_instance[0]
+    assert "aten::clone" not in by_instance[1]
+    assert "aten::relu" in by_instance[1]
+
+
+def test_selector_needs_a_twin_and_to_be_alone() -> None:
+    one = Armed(0, "selector", str.isalpha)
+    with pytest.raises(ValueError, match="clean trace"):
+        label(by_hand(CONSEQUENCES), "s", {0: one})
+    with pytest.raises(ValueError, match="one pattern"):
+        label(by_hand(CONSEQUENCES), "s", {0: one, 1: one}, Paths(by_hand(CONSEQUENCES)))

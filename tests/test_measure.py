@@ -38,22 +38,20 @@ def clocked(monkeypatch: pytest.MonkeyPatch, *args: float, **kwargs: float) -> A
     return loop
 
 
-def measured(loop: Any, seed: int = 0, settle: int = 1, steps: int = 2, **kwargs: Any) -> Any:
+def measured(loop: Any, seed: int = 0, settle: int = 1, steps: int = 2) -> Any:
     rng = random.Random(seed)
-    return measure.measure_cost(loop, loop.placement, steps=steps, settle=settle, rng=rng, **kwargs)
+    return measure.measure_cost(loop, loop.placement, steps=steps, settle=settle, rng=rng)
 
 
 def test_a_clear_case_ends_at_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = clocked(monkeypatch, 0.010, 1.5)
-    told: list[int] = []
-    cost = measured(loop, progress=told.append)
+    cost = measured(loop)
     assert cost.state == "costly"
     assert cost.ratio == pytest.approx(1.5)
     assert cost.ms == pytest.approx(5.0)
     assert cost.decided_at == LOOKS[0]
     assert len(cost.pairs) == LOOKS[0] + REPORT_PAIRS
     assert cost.pairs[0] == pytest.approx((0.010, 0.015))  # without, then with, whichever ran first
-    assert told == list(range(1, LOOKS[0] + REPORT_PAIRS + 1))
     assert measured(clocked(monkeypatch, 0.010, 1.0)).state == "benign"
 
 
@@ -109,3 +107,27 @@ def test_the_clean_step_is_the_median_over_all_measurements(monkeypatch: pytest.
     costs = [measured(clocked(monkeypatch, seconds)) for seconds in (0.010, 0.020, 0.011)]
     assert measure.median_clean_ms(costs) == pytest.approx(11.0)
     assert measure.median_clean_ms([]) != measure.median_clean_ms([])  # NaN
+
+
+def test_a_null_trial_times_the_same_loop_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 0.010, 1.5)
+    seen = measure.null_trial(loop, steps=2, rng=random.Random(0))
+    assert seen.state == "benign"
+    assert seen.pairs == LOOKS[0]
+    assert set(loop.arms) == {False}
+
+
+def test_what_is_armed_beside_stays_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 0.010)
+    other = Placement(1, [], frozenset(), armed=True)
+    seen: list[bool] = []
+    step = loop.step
+
+    def watched() -> None:
+        seen.append(other.armed)
+        step()
+
+    loop.step = watched
+    measured(loop)
+    assert all(seen)
+    assert other.armed

@@ -46,7 +46,7 @@ def fake_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(model: str) -> Job:
-    return Job(f"fake/{model}", "train", 2, 0, [])
+    return Job(f"fake/{model}", "train", 2, 0, [], [])
 
 
 def run(models: str, folder: Path, on_event: Callable[[JobEvent], None] = lambda e: None, **options):
@@ -264,7 +264,7 @@ def test_a_real_workload_through_the_real_server(tmp_path: Path, monkeypatch: py
     """Forward, backward and profile in forked children, which hang if the server did more than import."""
     monkeypatch.setattr(runner, "SERVER", (sys.executable, FAKE_SERVER, "tiny"))
     clone = [Injection("redundant_copy", "clone")]
-    plan = [Job("tiny/net", "train", 4, 3, clone), Job("tiny/net", "infer", 4, 3, clone)]
+    plan = [Job("tiny/net", "train", 4, 3, clone, [[0]]), Job("tiny/net", "infer", 4, 3, clone, [[0]])]
     report = collect(plan, tmp_path, device="cpu", time_limit=60)
     assert report.failed == {}
     assert report.traces == 4
@@ -278,7 +278,7 @@ def test_a_real_workload_through_the_real_server(tmp_path: Path, monkeypatch: py
 def test_the_command_that_users_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All libraries imported, and a model of the zoo."""
     monkeypatch.undo()
-    plan = [Job("timm/resnet18", "infer", 1, 3, [Injection("redundant_copy", "clone")])]
+    plan = [Job("timm/resnet18", "infer", 1, 3, [Injection("redundant_copy", "clone")], [[0]])]
     report = collect(plan, tmp_path, device="cpu")
     assert report.failed == {}
     assert report.traces == 2

@@ -55,6 +55,7 @@ class Loop(TrainingLoop):
 
 
 loops: list[Loop] = []
+SESSIONS: list[session.Session] = []
 told: list[str] = []
 ratios: dict[str, float] = {}
 """Step time with a variant over that without; 1 where nothing is said."""
@@ -78,6 +79,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(session, "TrainingLoop", Loop)
     monkeypatch.setattr(session, "measure_cost", made_up_cost)
     monkeypatch.setattr(session, "WARMUP_STEPS", 1)
+
+    class Watched(session.Session):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            SESSIONS.append(self)
+
+    monkeypatch.setattr(session, "Session", Watched)
     for kept in (loops, told, ratios):
         kept.clear()
     yield
@@ -96,7 +104,8 @@ class Failing(nn.Module):
 def job(
     *injections: Injection, mode: Any = "train", model: str = "tiny/net", seed: int = 3, **rest: Any
 ) -> Job:
-    return Job(model, mode, 4, seed, list(injections), **rest)
+    arms = rest.pop("arms", [[index] for index in range(len(injections))])
+    return Job(model, mode, 4, seed, list(injections), arms, **rest)
 
 
 def run(one: Job, folder: Path, event_cap: int = 60_000) -> tuple[dict[str, Any], list[TraceRecord]]:
@@ -176,7 +185,7 @@ def test_instances_and_segments(tmp_path: Path) -> None:
 
 
 def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
-    one = job(COPY, NEEDS_GPU, lookalike=SCALAR_CAST)
+    one = job(COPY, NEEDS_GPU, lookalikes=[SCALAR_CAST])
     _, records = run(one, tmp_path)
     session_ = told_of(tmp_path)
     assert session_["job"] == msgspec.to_builtins(one)
@@ -194,16 +203,16 @@ def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
 
 
 def test_costs_are_measured_before_the_first_profile(tmp_path: Path) -> None:
-    run(job(COPY, OPTIMIZER, lookalike=SCALAR_CAST), tmp_path)
+    run(job(COPY, OPTIMIZER, lookalikes=[SCALAR_CAST]), tmp_path)
     kinds = [text.split()[0] for text in told]
-    assert kinds == ["building", "warming"] + ["measuring"] * 3 + ["profiling"] * 3
+    assert kinds == ["building", "warming"] + ["measuring"] * 3 + ["profiling"] * 3 + ["labelling"]
 
 
 def test_a_lookalike_appears_in_some_traces_and_is_never_costly(tmp_path: Path) -> None:
     seen = []
     for seed, (ratio, state) in enumerate([(1.0, "benign"), (1.5, "undecided")] * 2):
         ratios["scalar_cast"] = ratio
-        _, records = run(job(COPY, lookalike=SCALAR_CAST, seed=seed, mode="infer"), tmp_path)
+        _, records = run(job(COPY, lookalikes=[SCALAR_CAST], seed=seed, mode="infer"), tmp_path)
         for record in records:
             twins = [i for i, one in enumerate(record.instances) if one.source == "lookalike"]
             seen.append(bool(twins))
@@ -215,9 +224,9 @@ def test_a_lookalike_appears_in_some_traces_and_is_never_costly(tmp_path: Path) 
 
 def test_a_lookalike_that_would_hide_a_pattern_stays_out(tmp_path: Path) -> None:
     stall = Injection("dataloader_stall", "main_process")
-    summary, records = run(job(stall, lookalike=Injection("dataloader_stall", "views")), tmp_path)
+    summary, records = run(job(stall, lookalikes=[Injection("dataloader_stall", "views")]), tmp_path)
     assert summary["skipped"] == [
-        "dataloader_stall/views: would stand in for the stage that a pattern stands in for"
+        "dataloader_stall/views: would stand in for the stage that another pattern stands in for"
     ]
     assert all(one.source == "injected" for record in records for one in record.instances)
 
@@ -225,7 +234,7 @@ def test_a_lookalike_that_would_hide_a_pattern_stays_out(tmp_path: Path) -> None
 def test_spares_stand_in_for_what_finds_no_place(tmp_path: Path) -> None:
     summary, records = run(job(NEEDS_GPU, COPY, spares=[CASTS, OPTIMIZER]), tmp_path)
     assert [state.split(":")[0] for state in summary["states"]] == [
-        "redundant_copy/clone", "dtype_ping_pong/round_trip",
+        "dtype_ping_pong/round_trip", "redundant_copy/clone",
     ]  # fmt: skip
     assert len(records) == 3
     assert summary["skipped"] == ["host_sync/item: host_sync needs a GPU"]
@@ -275,13 +284,13 @@ def test_equal_seeds_place_alike(tmp_path: Path) -> None:
 
 
 def test_loaders_with_workers_are_made_before_the_model_computes(tmp_path: Path) -> None:
-    run(job(COPY, lookalike=Injection("dataloader_stall", "light_workers")), tmp_path)
+    run(job(COPY, lookalikes=[Injection("dataloader_stall", "light_workers")]), tmp_path)
     (loop,) = loops
     assert loop.asked[:3] == ["loader", "loader", "calls"]  # its own, the look-alike's, the places for copies
 
 
 def test_no_annotation_of_ours_is_left(tmp_path: Path) -> None:
-    _, records = run(job(COPY, CASTS, lookalike=SCALAR_CAST), tmp_path)
+    _, records = run(job(COPY, CASTS, lookalikes=[SCALAR_CAST]), tmp_path)
     annotations = {
         op.name for r in records for op in r.trace.ops if op.category not in ("cpu_op", "cuda_runtime")
     }
@@ -289,3 +298,38 @@ def test_no_annotation_of_ours_is_left(tmp_path: Path) -> None:
     assert {
         name for name in annotations if not name.startswith(("Optimizer.", "enumerate(DataLoader)"))
     } == numbered
+
+
+def test_two_patterns_share_a_trace(tmp_path: Path) -> None:
+    ratios.update(clone=1.2, round_trip=1.1)
+    seen: list[set[str]] = []
+
+    def watched(loop: TrainingLoop, placement: Placement, **rest: Any) -> Cost:
+        on = [one for one in SESSIONS[-1].placed if one.placement.armed]
+        seen.append({one.name for one in on})
+        return made_up_cost(loop, placement, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "measure_cost", watched)
+        _, records = run(job(COPY, CASTS, OPTIMIZER, arms=[[0, 1], [2]]), tmp_path)
+    assert seen == [{"dtype_ping_pong/round_trip"}, {"redundant_copy/clone"}, set()]  # all but the one
+    assert len(records) == 3
+    both = of(records, COPY.pattern, CASTS.pattern)
+    assert {segment.instance for segment in both.segments} == {0, 1}
+    assert both.quality == "bad"
+    clones = [s for s in both.segments if both.trace.names[s.first_event] == "aten::clone"]
+    assert {segment.instance for segment in clones} == {0}
+
+
+def test_patterns_that_replace_one_stage_do_not_share_a_trace(tmp_path: Path) -> None:
+    stalls = [Injection("dataloader_stall", name) for name in ("main_process", "starved_worker")]
+    summary, records = run(job(*stalls, arms=[[0, 1]]), tmp_path)
+    assert len(records) == 2
+    assert "would stand in for the stage" in summary["skipped"][0]
+
+
+def test_null_trials_are_told(tmp_path: Path) -> None:
+    run(job(mode="infer", null_trials=2), tmp_path)
+    trials = told_of(tmp_path)["null_trials"]
+    assert len(trials) == 2
+    assert all(trial["low"] <= trial["high"] for trial in trials)

@@ -31,6 +31,14 @@ class Tier(StrEnum):
     all = "all"
 
 
+class LoopRuntime(StrEnum):
+    """``labels.pattern.Runtime``."""
+
+    eager = "eager"
+    compiled = "compiled"
+    distributed = "distributed"
+
+
 class LoopMode(StrEnum):
     """Loops that a model can run in."""
 
@@ -56,8 +64,20 @@ def collect(
         list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
     ] = None,
     per_workload: Annotated[
-        int, typer.Option("--per-workload", min=1, help="Injected traces of a workload beside the clean one.")
+        int,
+        typer.Option(
+            "--per-workload",
+            min=0,
+            help="Patterns of a workload, one to three in each trace beside the clean one.",
+        ),
     ] = 2,
+    runtime: Annotated[
+        LoopRuntime, typer.Option("--runtime", help="How loops run; each kind has patterns of its own.")
+    ] = LoopRuntime.eager,
+    null_trials: Annotated[
+        int,
+        typer.Option("--null-trials", min=0, help="Cost measurements of a clean loop against itself."),
+    ] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
     seed: Seed = 0,
     time_limit: Annotated[
@@ -93,6 +113,8 @@ def collect(
         modes=[m.value for m in mode] if mode else ("train", "infer"),
         patterns=pattern,
         per_workload=per_workload,
+        null_trials=null_trials,
+        runtime=runtime.value,
         seed=seed,
     )
     report = run_plan(plan, out, device=device, resume=resume, time_limit=time_limit, event_cap=event_cap)
