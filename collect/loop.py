@@ -237,6 +237,7 @@ class TrainingLoop:
                         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
                         dtypes=tuple(tensor.dtype for tensor in tensors),
                         has=frozenset(key for key, value in kwargs.items() if _is_given(value)),
+                        positions=frozenset(i for i, value in enumerate(args) if _is_given(value)),
                     )
                 )
                 made[module] += 1

@@ -65,8 +65,8 @@ class FunctionCall:
 
     ``module`` is the innermost module that makes it, one that a step calls exactly once; ``index`` counts
     the calls of this function in that module's forward from 0. ``shapes`` and ``dtypes`` are those of the
-    tensors among the positional arguments; ``has`` names the keyword arguments that were neither None, False
-    nor 0.
+    tensors among the positional arguments. ``has`` names the keyword arguments that were neither None, False
+    nor 0, and ``positions`` holds the indices of the positional ones that were not.
     """
 
     function: str
@@ -76,6 +76,7 @@ class FunctionCall:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     has: frozenset[str]
+    positions: frozenset[int]
 
 
 class Loop(Protocol):
