@@ -48,8 +48,9 @@ register(
         id="redundant_copy",
         title="Needless copy",
         definition=(
-            "An activation is copied although nobody writes to the original or needs the copy's layout. The "
-            "copy reads and writes the whole tensor and takes memory, and its backward may copy the gradient."
+            "An activation is copied, type and layout unchanged, although nobody writes to the original. The "
+            "copy reads and writes the whole tensor and takes memory, and its backward may copy the "
+            "gradient."
         ),
         scope="local",
         lanes=frozenset({"cpu", "gpu"}),

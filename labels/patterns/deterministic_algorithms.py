@@ -1,0 +1,130 @@
+"""The step runs with deterministic algorithms, which nobody needs after debugging."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torchtraceap.labels.pattern import Body, Loop, Pattern, Site, Stage, StageSite, State, Variant, register
+
+DEVICE_STAGES: tuple[Stage, ...] = (
+    "h2d", "forward", "loss", "backward", "optimizer", "zero_grad", "logging",
+)  # fmt: skip
+"""All but the loader's, where workers have settings of their own."""
+
+HOUSEKEEPING = re.compile(
+    r"(cuda|cu|hip)(?!.*(Launch|Memset|Memcpy))[A-Z]"  # allocations, queries and waits come as they will
+    r"|ProfilerStep#|Optimizer\.|enumerate\(DataLoader"  # annotations
+)
+
+
+def _selects(name: str) -> bool:
+    """Operators, launches and GPU work: what a setting of PyTorch can bring about."""
+    return HOUSEKEEPING.match(name) is None
+
+
+@contextmanager
+def _deterministic(*, fill: bool) -> Iterator[None]:
+    """Deterministic algorithms where there are any; ``fill`` says whether new memory is filled too."""
+    import torch
+    import torch.utils.deterministic as settings
+
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = fill
+    try:
+        with _deterministic_cudnn(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one an operator that has no deterministic algorithm
+            yield
+    finally:
+        settings.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@contextmanager
+def _deterministic_cudnn() -> Iterator[None]:
+    from torch.backends import cudnn
+
+    before = cudnn.deterministic
+    cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        cudnn.deterministic = before
+
+
+def _sites(stages: Sequence[Stage], setting: Callable[[], AbstractContextManager[None]]) -> list[Site]:
+    """Each of ``stages`` runs within a context that ``setting`` makes; nothing of it is marked."""
+
+    def body(state: State, original: Body, mark: Body) -> None:
+        with setting():
+            original(state)
+
+    return [StageSite(stage, body, where="inside") for stage in stages]
+
+
+def _whole_step(loop: Loop) -> list[Site]:
+    return _sites(DEVICE_STAGES, lambda: _deterministic(fill=True))
+
+
+def _forward_backward(loop: Loop) -> list[Site]:
+    return _sites(("forward", "backward"), lambda: _deterministic(fill=True))
+
+
+def _no_fill(loop: Loop) -> list[Site]:
+    return _sites(DEVICE_STAGES, lambda: _deterministic(fill=False))
+
+
+def _cudnn(loop: Loop) -> list[Site]:
+    return _sites(("forward", "backward"), _deterministic_cudnn)
+
+
+register(
+    Pattern(
+        id="deterministic_algorithms",
+        title="Deterministic algorithms",
+        definition=(
+            "A model runs with torch.use_deterministic_algorithms, though its results need not be equal to "
+            "the bit. Every tensor that is made empty is filled first, and operators whose fast kernel adds "
+            "up in any order take slower ones, such as sorts."
+        ),
+        scope="step",
+        lanes=frozenset({"cpu", "gpu"}),
+        mechanism="selector",
+        selects=_selects,
+        belongs=(
+            "What the clean trace has nowhere on the same path of operators: the filling of empty tensors, "
+            "and the operators and kernels of deterministic algorithms."
+        ),
+        variants=(
+            Variant("whole_step", "All stages but the loader's.", _whole_step, together=True),
+            Variant(
+                "forward_backward",
+                "Forward and backward pass only.",
+                _forward_backward,
+                heldout=True,
+                together=True,
+            ),
+        ),
+        lookalikes=(
+            Variant("no_fill", "Deterministic algorithms without filling memory.", _no_fill, together=True),
+            Variant("cudnn", "torch.backends.cudnn.deterministic alone.", _cudnn, together=True),
+        ),
+        remedy="""\
+torch.use_deterministic_algorithms(False)
+torch.backends.cudnn.deterministic = False
+# Where it must stay: new memory need not be filled by a program that never reads it.
+torch.utils.deterministic.fill_uninitialized_memory = False
+""",
+        references=(
+            "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
+            "https://docs.pytorch.org/docs/stable/deterministic.html",
+            "https://docs.pytorch.org/docs/stable/notes/randomness.html",
+        ),
+        native_risk=False,
+    )
+)

@@ -1,0 +1,156 @@
+"""An activation is copied into another memory order and straight back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtraceap.labels.pattern import Body, Loop, ModuleCall, Pattern, Site, Variant, register
+from torchtraceap.labels.patterns._common import activation_sites, input_sites
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Order = tuple[int, ...]
+"""Dimensions from the one with the largest stride to the one with the smallest."""
+
+
+def _is_image(call: ModuleCall) -> bool:
+    """Input and output are (N, C, H, W) or (N, H, W, C), and the two orders differ in memory."""
+    return all(
+        len(shape) == 4 and shape[1] > 1 and shape[2] * shape[3] > 1
+        for shape in (call.in_shape, call.out_shape)
+    )
+
+
+def _is_sequence(call: ModuleCall) -> bool:
+    """Input and output are (batch, tokens, channels), and swapping the last two moves something."""
+    return all(len(shape) == 3 and min(shape[1:]) > 1 for shape in (call.in_shape, call.out_shape))
+
+
+def _sites(loop: Loop, body: Body) -> list[Site]:
+    return activation_sites(loop, body, suits=lambda call: _is_image(call) or _is_sequence(call))
+
+
+def _order(x: Tensor) -> Order:
+    strides = x.stride()
+    return tuple(sorted(range(x.ndim), key=lambda dim: -strides[dim]))
+
+
+def _other(order: Order) -> Order:
+    """Dimension 1 innermost (channels last, for an image) if ``order`` is the plain one, else that one."""
+    plain = tuple(range(len(order)))
+    return (0, *plain[2:], 1) if order == plain else plain
+
+
+def _copied(x: Tensor, order: Order) -> Tensor:
+    """``x`` with its dimensions in ``order`` in memory; a copy, if they are not."""
+    inverse = sorted(range(x.ndim), key=lambda dim: order[dim])
+    return x.permute(order).contiguous().permute(inverse)
+
+
+def _permute(loop: Loop) -> list[Site]:
+    def body(x: Tensor) -> Tensor:
+        order = _order(x)
+        return _copied(_copied(x, _other(order)), order)
+
+    return _sites(loop, body)
+
+
+def _memory_format(loop: Loop) -> list[Site]:
+    import torch
+
+    def body(x: Tensor) -> Tensor:
+        order = _order(x)
+        if order == (0, 1, 2, 3):
+            return x.to(memory_format=torch.channels_last).to(memory_format=torch.contiguous_format)
+        y = x.to(memory_format=torch.contiguous_format)
+        # A permuted view may have any order; it has it afterwards too.
+        is_last = order == (0, 2, 3, 1)
+        return y.to(memory_format=torch.channels_last) if is_last else _copied(y, order)
+
+    return activation_sites(loop, body, suits=_is_image)
+
+
+def _copy_into(loop: Loop) -> list[Site]:
+    import torch
+
+    def body(x: Tensor) -> Tensor:
+        order = _order(x)
+        other = _other(order)
+        shape = [x.shape[dim] for dim in other]
+        inverse = sorted(range(x.ndim), key=lambda dim: other[dim])
+        there = torch.empty(shape, dtype=x.dtype, device=x.device).permute(inverse).copy_(x)
+        return torch.empty_like(x, requires_grad=False).copy_(there)
+
+    return _sites(loop, body)
+
+
+def _same_format(loop: Loop) -> list[Site]:
+    import torch
+
+    def body(x: Tensor) -> Tensor:
+        own = next(
+            (f for f in (torch.contiguous_format, torch.channels_last) if x.is_contiguous(memory_format=f)),
+            torch.preserve_format,
+        )
+        return x.to(memory_format=own)
+
+    return activation_sites(loop, body, suits=_is_image)
+
+
+def _views(loop: Loop) -> list[Site]:
+    # Only ahead of modules that leave their input alone; redundant_copy says why.
+    return input_sites(loop, lambda x: x.movedim(1, -1).movedim(-1, 1))
+
+
+register(
+    Pattern(
+        id="layout_ping_pong",
+        title="Layout there and back",
+        definition=(
+            "An activation is copied into another memory order (channels last, or tokens and channels "
+            "swapped) and straight back, though nothing in between needs that order. Each of the two copies "
+            "reads or writes the whole tensor with a stride, which wastes more bandwidth than a plain copy."
+        ),
+        scope="local",
+        lanes=frozenset({"cpu", "gpu"}),
+        mechanism="marker+backward",
+        belongs="The two copies with the permutations around them, and their backward operators.",
+        precondition=(
+            "The activation has three or four dimensions, and more than one channel and position. A copy "
+            "never stands ahead of a module that writes to its input."
+        ),
+        variants=(
+            Variant("permute", "x.permute(...).contiguous(), twice.", _permute, max_sites=8),
+            Variant(
+                "memory_format", "x.to(memory_format=...), twice; images only.", _memory_format, max_sites=8
+            ),
+            Variant(
+                "copy_into",
+                "copy_ into an empty tensor of the other order, and back.",
+                _copy_into,
+                heldout=True,
+                max_sites=8,
+            ),
+        ),
+        lookalikes=(
+            Variant(
+                "same_format",
+                "Converted to the memory format that it has: no copy.",
+                _same_format,
+                max_sites=8,
+            ),
+            Variant("views", "Dimensions are moved there and back: views, no copy.", _views, max_sites=8),
+        ),
+        remedy="""\
+model = model.to(memory_format=torch.channels_last)  # once: convolutions pass the format on
+images = images.to(device, memory_format=torch.channels_last, non_blocking=True)
+output = model(images)  # no .contiguous() and no permute(...).contiguous() between the layers
+""",
+        references=(
+            "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
+            "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+            "https://docs.pytorch.org/docs/stable/tensor_view.html",
+        ),
+    )
+)
