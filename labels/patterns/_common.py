@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchtraceap.labels.pattern import Body, Loop, ModuleCall, ModuleSite, Site
+from torchtraceap.labels.pattern import (
+    Body,
+    Loop,
+    ModuleCall,
+    ModuleSite,
+    Site,
+    Stage,
+    StageSite,
+    State,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
+
+Look = Callable[["Tensor"], object]
+"""Something that is done with a tensor and leaves it as it is."""
 
 MAX_CANDIDATES = 12
 """Each candidate costs one marker in every trace of a workload."""
@@ -53,3 +68,75 @@ def activation_sites(
         ModuleSite(call, body, where="after" if index % 2 or writes_to_input(call) else "before")
         for index, call in enumerate(spread(calls))
     ]
+
+
+def newest_result(state: State) -> Any:
+    """The loss if the step has one by now, else the output, else the batch on the device."""
+    if state.loss is not None:
+        return state.loss
+    return state.batch if state.output is None else state.output
+
+
+def output_of(state: State) -> Any:
+    """What the model returned."""
+    return state.output
+
+
+def watching_sites(
+    loop: Loop,
+    look: Look,
+    *,
+    stages: Sequence[Stage],
+    otherwise: Look | None = None,
+    read: Callable[[State], Any] = newest_result,
+    suits: Callable[[ModuleCall], bool] = lambda call: True,
+) -> list[Site]:
+    """``look(tensor)``, which changes nothing, behind modules spread through the model and behind stages.
+
+    Args:
+        loop: The loop.
+        look: Gets the output of a module, or the first tensor of what ``read`` finds after a stage.
+        stages: Stages behind which there is a place.
+        otherwise: What runs in the place of ``look`` where the site is off.
+        read: Picks a pytree with a tensor from the state of a step after a stage.
+        suits: Which modules have a place behind them.
+    """
+    import torch
+    from torch.utils._pytree import tree_iter
+
+    def at_module(act: Look) -> Body:
+        def body(y: Tensor) -> Tensor:
+            act(y)
+            return y
+
+        return body
+
+    def at_stage(act: Look) -> Body:
+        def body(state: State) -> None:
+            act(next(leaf for leaf in tree_iter(read(state)) if isinstance(leaf, torch.Tensor)))
+
+        return body
+
+    def both(wrap: Callable[[Look], Body]) -> tuple[Body, Body | None]:
+        return wrap(look), None if otherwise is None else wrap(otherwise)
+
+    calls = [call for call in loop.module_calls() if suits(call)]
+    on, off = both(at_module)
+    sites: list[Site] = [
+        ModuleSite(call, on, where="after", otherwise=off)
+        for call in spread(calls, MAX_CANDIDATES - len(stages))
+    ]
+    on, off = both(at_stage)
+    return [*sites, *(StageSite(stage, on, where="after", otherwise=off) for stage in stages)]
+
+
+def call_sites(loop: Loop, act: Callable[[], object]) -> list[Site]:
+    """``act()``, a call to the accelerator's runtime, behind modules and behind the stages of a step.
+
+    A CPU has no such runtime: there nothing happens at these places.
+    """
+    stages: tuple[Stage, ...] = ("forward", "logging")
+    if loop.mode == "train":
+        stages = ("forward", "loss", "backward", "optimizer", "logging")
+    on_cpu = loop.device.type == "cpu"
+    return watching_sites(loop, lambda tensor: None if on_cpu else act(), stages=stages)

@@ -4,42 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchtraceap.labels.pattern import (
-    Body,
-    Loop,
-    Pattern,
-    Site,
-    Stage,
-    StageSite,
-    State,
-    Variant,
-    register,
-)
-from torchtraceap.labels.patterns._common import output_sites, spread
+from torchtraceap.labels.pattern import Loop, Pattern, Site, Stage, Variant, register
+from torchtraceap.labels.patterns._common import Look, watching_sites
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _sites(loop: Loop, look: Body) -> list[Site]:
+def _sites(loop: Loop, look: Look) -> list[Site]:
     """``look(tensor)`` at activations and, once it is there and in the logging stage, at the loss.
 
     In inference a tensor of the output stands for the loss.
     """
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    def look_at_activation(y: Tensor) -> Tensor:
-        look(y.detach())
-        return y
-
-    def look_at_result(state: State) -> None:
-        result = state.output if state.loss is None else state.loss
-        look(next(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)).detach())
-
     stages: tuple[Stage, ...] = ("loss", "logging") if loop.mode == "train" else ("forward", "logging")
-    modules = spread(output_sites(loop, look_at_activation), 10)
-    return [*modules, *(StageSite(stage, look_at_result, where="after") for stage in stages)]
+    return watching_sites(loop, lambda tensor: look(tensor.detach()), stages=stages)
 
 
 def _item(loop: Loop) -> list[Site]:
