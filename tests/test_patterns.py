@@ -146,11 +146,6 @@ SAME_ON_CPU = {
     "explicit_synchronize/event": "there is nothing to wait for",
     "cache_flush/empty_cache": "there is no such cache",
     "cache_flush/synchronize_first": "there is no such cache",
-    "explicit_synchronize/device": "there is nothing to wait for",
-    "explicit_synchronize/stream": "there is nothing to wait for",
-    "explicit_synchronize/event": "there is nothing to wait for",
-    "cache_flush/empty_cache": "there is no such cache",
-    "cache_flush/synchronize_first": "there is no such cache",
     "dataloader_stall/starved_worker": "the work is another process's, and a wait is no operator",
 }
 

@@ -20,6 +20,18 @@ class Twice(nn.Module):
         return self.shared(self.shared(x))
 
 
+class SelfAttention(nn.Module):
+    """Attention of tokens to each other, without weights of its own."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+
+
 def build() -> nn.Module:
     """Buffers that each call updates, random numbers, a write in place, and blocks of none of these."""
     return nn.Sequential(
