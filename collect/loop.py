@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map
 
 from torchtraceap.collect import loader
+from torchtraceap.collect.distributed import World
 from torchtraceap.collect.model import ModelSpec
 from torchtraceap.labels.markers import Marker, marker_name
 from torchtraceap.labels.pattern import (
@@ -82,13 +84,24 @@ class TrainingLoop:
         device: Where it runs.
         secret: This session's part of marker names.
         seed: For weights and data.
+        rank: Which of several processes that train together this is; each has batches of its own.
+        take_device: Called once the model is built, before the device is first used.
 
     Raises:
         Whatever the model raises when it is built.
     """
 
     def __init__(
-        self, spec: ModelSpec, mode: Mode, batch_size: int, device: torch.device, *, secret: str, seed: int
+        self,
+        spec: ModelSpec,
+        mode: Mode,
+        batch_size: int,
+        device: torch.device,
+        *,
+        secret: str,
+        seed: int,
+        rank: int = 0,
+        take_device: Callable[[], None] = lambda: None,
     ) -> None:
         self.spec = spec
         self.mode: Mode = mode
@@ -97,11 +110,12 @@ class TrainingLoop:
         self.marking = False
         self.profiled_step: int | None = None
         self.runtime: Runtime = "eager"
+        self.world = World()
         self._secret = secret
         self._iterators: list[Any] = []
         self._calls: list[ModuleCall] | None = None
 
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed + rank)
         size = spec.size(device.type)
         self._batches = [
             loader.shared(spec.make_batch(batch_size, size, generator)) for _ in range(DISTINCT_BATCHES)
@@ -111,6 +125,7 @@ class TrainingLoop:
 
         torch.manual_seed(seed)
         self.model: nn.Module = spec.build()
+        take_device()
         self.model.train(mode == "train").to(device)
         self.network: nn.Module = self.model
         self.autocast = device.type != "cpu"
@@ -203,6 +218,14 @@ class TrainingLoop:
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in takes}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return kind(parameters, **settings | changes)
+
+    def make_network(self, **changes: Any) -> DistributedDataParallel:
+        if self.runtime != "distributed":
+            raise ValueError("a loop of one process has no use for DistributedDataParallel")
+        # Its defaults, which most users have: buffers are those of rank 0 in each forward pass, the graph may
+        # change, and gradients are no views of buckets, so that another reducer may have them in a next step.
+        # No device_ids: the batch is on the device already, and would be looked through in vain.
+        return DistributedDataParallel(self.model, **changes)
 
     def module_calls(self) -> list[ModuleCall]:
         if self._calls is None:

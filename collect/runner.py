@@ -5,33 +5,31 @@ A run is a folder:
     plan.json              the jobs, written once
     shards/<job>.parquet   the traces of a finished workload, renamed into place when whole
     log.jsonl              one line an end of a workload, appended; locked while the run goes on
+    device.lock            held by the workload that has the device to itself
+
+Several lanes run workloads side by side: one measures and profiles, while others build their models, label or
+write. Each lane has a fork server of its own (collect/lane.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import os
-import signal
-import subprocess
-import sys
+import select
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from torchtraceap.collect import EVENT_CAP, TIME_LIMIT
+from torchtraceap.collect.lane import Lane
 from torchtraceap.collect.plan import Job
 from torchtraceap.collect.server import Request
 from torchtraceap.errors import UserError
 from torchtraceap.files import replacing
-
-SERVER = (sys.executable, "-P", "-m", "torchtraceap.collect.server")
 
 
 class JobEvent(msgspec.Struct, frozen=True):
@@ -67,6 +65,7 @@ def collect(
     run: Path,
     *,
     device: str = "auto",
+    lanes: int = 1,
     resume: bool = False,
     event_cap: int = EVENT_CAP,
     time_limit: float = TIME_LIMIT,
@@ -78,6 +77,7 @@ def collect(
         plan: The jobs; their names must be unique.
         run: Folder to write to.
         device: Where the workloads run.
+        lanes: Workloads side by side, of which one at a time has the device.
         resume: Allow ``run`` to hold an earlier run of the same plan.
         event_cap: See ``session.run_job``.
         time_limit: Seconds that a workload may take, building and measuring included.
@@ -91,26 +91,39 @@ def collect(
         UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given.
     """
 
-    def progressed(job: Job, stages: _Stages, text: str) -> None:
-        stages.enter(text)
-        on_event(JobEvent("progress", job, text))
-
     report = RunReport()
     begin = time.monotonic()
-    with _claimed(run, plan, resume) as log, _Server(run / "stderr.log") as server:
-        todo = []
+    with _claimed(run, plan, resume) as log, ExitStack() as opened:
+        waiting: deque[Job] = deque()
         for job in plan:
             if shard_path(run, job).exists():
                 report.skipped.append(job.name)
                 on_event(JobEvent("skipped", job))
             else:
-                todo.append(job)
-        for job in todo:
-            stages = _Stages()
-            on_event(JobEvent("start", job))
-            request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit)
-            final = server.run(request, partial(progressed, job, stages))
-            _record(report, job, final, stages.seconds(), log, on_event)
+                waiting.append(job)
+        gate = str(run / "device.lock") if lanes > 1 else ""
+        idle = [opened.enter_context(Lane(run / "stderr.log")) for _ in range(min(lanes, len(waiting)))]
+        busy: dict[Lane, tuple[Job, _Stages]] = {}
+        while waiting or busy:
+            while waiting and idle:
+                job, lane = waiting.popleft(), idle.pop()
+                stages = _Stages()
+                busy[lane] = job, stages
+                on_event(JobEvent("start", job))
+                request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit, gate)
+                if lane.submit(request):
+                    stages.enter("importing the model libraries")
+                    on_event(JobEvent("progress", job, "importing the model libraries"))
+            for lane in select.select(list(busy), [], [])[0]:
+                job, stages = busy[lane]
+                for event in lane.events():
+                    if event["event"] == "progress":
+                        stages.enter(event["text"])
+                        on_event(JobEvent("progress", job, event["text"]))
+                    else:
+                        del busy[lane]
+                        idle.append(lane)
+                        _record(report, job, event, stages.seconds(), log, on_event)
     report.seconds = time.monotonic() - begin
     return report
 
@@ -193,70 +206,3 @@ class _Stages:
         for (stage, begin), end in zip(self._entered, ends, strict=True):
             spent[stage] = spent.get(stage, 0.0) + end - begin
         return spent
-
-
-class _Server:
-    """The fork server as a child process; started anew if it dies."""
-
-    def __init__(self, stderr: Path) -> None:
-        self._stderr = stderr
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> _Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def run(self, request: Request, on_progress: Callable[[str], None]) -> dict[str, Any]:
-        """Run one workload and return its last event."""
-        if self._process is None or self._process.poll() is not None:
-            self._stop()
-            on_progress("importing the model libraries")
-            self._process = self._start()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
-            self._process.stdin.flush()
-        for line in self._process.stdout:
-            event = msgspec.json.decode(line)
-            if event["event"] == "progress":
-                on_progress(event["text"])
-            elif event["event"] in ("done", "failed"):
-                return event
-        status = self._process.wait()
-        return {
-            "event": "failed",
-            "error": f"the fork server died (exit status {status}); see {self._stderr}",
-        }
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # OpenMP's threads spin while they wait for each other. Where loader workers or other programs want
-        # the cores too, that made a CPU step ten times as long, and its time mean nothing.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        # A session of its own: Ctrl-C reaches the runner alone, which then ends the server in order.
-        with self._stderr.open("ab") as stderr:
-            return subprocess.Popen(
-                SERVER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-                env=environment,
-            )
-
-    def _stop(self) -> None:
-        """Close the server's input, on which it kills its child and ends."""
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._process.stdout.close()

@@ -6,7 +6,8 @@ hang in their first backward pass, so everything with threads (progress, Ray) li
 process. When standard input closes, because the runner ended or was killed, the server kills its child and
 ends.
 
-    <- {"job": {...}, "out": "...", "device": "cuda:0", "event_cap": 60000, "time_limit": 600.0}
+    <- {"job": {...}, "out": "...", "device": "cuda:0", "event_cap": 60000, "time_limit": 600.0,
+        "gate": "run/device.lock"}
     -> {"event": "progress", "text": "measuring host_sync/item"}
     -> {"event": "done", "result": {...}}   or   {"event": "failed", "error": "one line"}
 """
@@ -50,6 +51,7 @@ class Request(msgspec.Struct, frozen=True):
     device: str
     event_cap: int
     time_limit: float
+    gate: str = ""
 
 
 def serve() -> None:
@@ -60,7 +62,7 @@ def serve() -> None:
     # Nothing that was imported is ever garbage. Going through it cost each collection in a child half a
     # second, and a copy of the pages that it shares with this process.
     gc.freeze()
-    lines = _Lines(0)
+    lines = Lines(0)
     while (line := lines.next()) is not None:
         _run_one(msgspec.json.decode(line, type=Request), events, lines)
 
@@ -79,7 +81,7 @@ def _import_all() -> None:
             importlib.import_module(name)
 
 
-def _run_one(request: Request, events: Any, requests: _Lines) -> None:
+def _run_one(request: Request, events: Any, requests: Lines) -> None:
     read, write = os.pipe()
     server = os.getpid()
     pid = os.fork()
@@ -89,7 +91,7 @@ def _run_one(request: Request, events: Any, requests: _Lines) -> None:
         _child(request, write, server)
     os.close(write)
     try:
-        final = _follow(request, pid, _Lines(read), events, requests)
+        final = _follow(request, pid, Lines(read), events, requests)
     finally:
         _kill(pid)  # loader workers too; a finished child has nothing left to lose
         _, status = os.waitpid(pid, 0)
@@ -97,7 +99,7 @@ def _run_one(request: Request, events: Any, requests: _Lines) -> None:
     events.write((final or _failed(_death(status))) + b"\n")
 
 
-def _follow(request: Request, pid: int, child: _Lines, events: Any, requests: _Lines) -> bytes:
+def _follow(request: Request, pid: int, child: Lines, events: Any, requests: Lines) -> bytes:
     """Pass on the child's progress and return its last event; empty if it died without one.
 
     Raises:
@@ -147,6 +149,7 @@ def _child(request: Request, write: int, server: int) -> None:
             Path(request.out),
             device=request.device,
             event_cap=request.event_cap,
+            gate=Path(request.gate) if request.gate else None,
             progress=lambda text: say({"event": "progress", "text": text}),
         )
         say({"event": "done", "result": result})
@@ -197,7 +200,7 @@ def _kill(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-class _Lines:
+class Lines:
     """Lines of a file descriptor, without a buffer that select() cannot see."""
 
     def __init__(self, fd: int) -> None:

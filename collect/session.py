@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import random
 import secrets
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ from torchtraceap.labels.pattern import PATTERNS, Pattern, Site, Stage, StageSit
 from torchtraceap.labels.types import Instance, Segment, State
 
 WARMUP_STEPS = 3
+BESIDE_THREADS = 4
+"""CPU threads of a workload on an accelerator."""
+
 Progress = Callable[[str], None]
 
 
@@ -90,7 +94,9 @@ class Injected:
         )
 
 
-def run_job(job: Job, out: Path, *, device: str, event_cap: int, progress: Progress) -> dict[str, Any]:
+def run_job(
+    job: Job, out: Path, *, device: str, event_cap: int, progress: Progress, gate: Path | None = None
+) -> dict[str, Any]:
     """Collect the traces of one workload into one Parquet file.
 
     Args:
@@ -99,6 +105,7 @@ def run_job(job: Job, out: Path, *, device: str, event_cap: int, progress: Progr
         device: A device name, or ``auto``.
         event_cap: A trace with more events is cut to two or one of its steps, which is recorded.
         progress: Told in a few words what is going on.
+        gate: A lock file to hold while the device is used, if others want it too.
 
     Returns:
         A summary as JSON values: traces, events, segments, states, and the injections that found no place.
@@ -111,10 +118,27 @@ def run_job(job: Job, out: Path, *, device: str, event_cap: int, progress: Progr
     if where.type != "cpu":
         torch.accelerator.set_device_index(where.index or 0)
         torch.set_float32_matmul_precision("high")
+        # What this process computes on the CPU must leave cores to the one whose step time is measured.
+        torch.set_num_threads(min(BESIDE_THREADS, torch.get_num_threads()))
     progress("building")
-    session = Session(job, where, event_cap, progress)
-    with closing(session.loop):
-        return session.run(out)
+    with ExitStack() as held:
+
+        def take_device() -> None:
+            if gate is not None:
+                progress("waiting for the device")
+                held.enter_context(_locked(gate))
+                progress("placing")
+
+        session = Session(job, where, event_cap, progress, take_device=take_device, leave_device=held.close)
+        with closing(session.loop):
+            return session.run(out)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # goes with this process, however it ends
+        yield
 
 
 class Session:
@@ -122,15 +146,31 @@ class Session:
     the first time, because a profiler that has run once can slow what follows.
     """
 
-    def __init__(self, job: Job, device: torch.device, event_cap: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        event_cap: int,
+        progress: Progress,
+        *,
+        take_device: Callable[[], None] = lambda: None,
+        leave_device: Callable[[], None] = lambda: None,
+    ) -> None:
         self.job = job
+        self.leave_device = leave_device
         self.event_cap = event_cap
         self.progress = progress
         self.rng = random.Random(job.seed)
         self.secret = secrets.token_hex(4)
         self.pair_id = secrets.token_hex(8)
         self.loop = TrainingLoop(
-            ZOO[job.model], job.mode, job.batch_size, device, secret=self.secret, seed=job.seed
+            ZOO[job.model],
+            job.mode,
+            job.batch_size,
+            device,
+            secret=self.secret,
+            seed=job.seed,
+            take_device=take_device,
         )
         self.placed: list[Injected] = []
         self.arms: list[list[Injected]] = [[]]
@@ -287,6 +327,7 @@ class Session:
             with _armed(acting):
                 settle = max((one.variant.settle_steps for one in acting), default=0)
                 profiles[number] = acting, profiling.profile_steps(self.loop, settle)
+        self.leave_device()
         self.progress("labelling")
         clean = Paths(strip(profiles[0][1]))
         return [self._record(*profiles[number], clean) for number in range(len(self.arms))]

@@ -51,6 +51,16 @@ def chatty(out: Path, progress: Progress) -> None:
     out.write_bytes(b"shard")
 
 
+def meets(out: Path, progress: Progress) -> None:
+    """Ends only while another such workload runs."""
+    out.with_suffix(".here").touch()
+    end = time.monotonic() + SLOW
+    while len(list(out.parent.glob("*.here"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    out.write_bytes(b"shard")
+
+
 def sleep(out: Path, progress: Progress) -> None:
     _with_worker(progress)
     time.sleep(SLOW)
@@ -81,7 +91,7 @@ def _with_worker(progress: Progress) -> None:
     progress(f"pids {os.getppid()} {os.getpid()} {worker.pid}")
 
 
-def run_job(job: Any, out: Path, *, device: str, event_cap: int, progress: Progress) -> dict[str, Any]:
+def run_job(job: Any, out: Path, *, progress: Progress, **_: Any) -> dict[str, Any]:
     """Stands for ``session.run_job``: the model's name says what happens."""
     globals()[job.model.split("/")[1].split(".")[0]](out, progress)
     return RESULT

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from torchtraceap.collect import runner
+from torchtraceap.collect import lane
 from torchtraceap.collect.plan import Injection, Job
 from torchtraceap.collect.runner import JobEvent, collect, shard_path
 from torchtraceap.dataset.parquet import read_traces
@@ -30,9 +30,9 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-from torchtraceap.collect import runner
+from torchtraceap.collect import lane, runner
 from torchtraceap.collect.plan import Job
-runner.SERVER = (sys.executable, sys.argv[1])
+lane.SERVER = (sys.executable, sys.argv[1])
 plan = msgspec.json.decode(sys.argv[3], type=list[Job])
 runner.collect(
     plan, Path(sys.argv[2]), on_event=lambda e: print(e.kind, e.job.model, e.text, sep="|", flush=True)
@@ -42,7 +42,7 @@ runner.collect(
 
 @pytest.fixture(autouse=True)
 def fake_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "SERVER", (sys.executable, FAKE_SERVER))
+    monkeypatch.setattr(lane, "SERVER", (sys.executable, FAKE_SERVER))
 
 
 def job(model: str) -> Job:
@@ -115,6 +115,23 @@ def test_a_failure_is_one_line_and_the_run_goes_on(tmp_path: Path) -> None:
         ("fake-error_train_b2", "failed"),
     ]
     assert "second line" in (tmp_path / "stderr.log").read_text(errors="replace")  # all of it is kept there
+
+
+def test_lanes_run_side_by_side(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("meets.1 meets.2 error ok", tmp_path, recorder, lanes=2, time_limit=SECONDS)
+    assert recorder.kinds[:2] == ["start", "start"]
+    assert sorted(report.done) == [f"fake-{name}_train_b2" for name in ("meets.1", "meets.2", "ok")]
+    assert list(report.failed) == ["fake-error_train_b2"]
+    assert len(log(tmp_path)) == 4
+
+
+def test_a_lane_that_dies_leaves_the_other_alone(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("kills_server ok.1 ok.2 ok.3", tmp_path, recorder, lanes=2)
+    assert list(report.failed) == ["fake-kills_server_train_b2"]
+    assert len(report.done) == 3
+    os.kill(recorder.processes[-1], signal.SIGKILL)  # its worker, which sleeps
 
 
 def test_output_of_a_model_does_not_mix_with_the_protocol(tmp_path: Path) -> None:
@@ -215,7 +232,7 @@ def test_one_folder_one_runner(tmp_path: Path) -> None:
 
 def test_a_finished_run_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("ok", tmp_path)
-    monkeypatch.setattr(runner, "SERVER", ("no-such-program",))
+    monkeypatch.setattr(lane, "SERVER", ("no-such-program",))
     assert run("ok", tmp_path, resume=True).skipped == ["fake-ok_train_b2"]
 
 
@@ -262,7 +279,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 def test_a_real_workload_through_the_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, backward and profile in forked children, which hang if the server did more than import."""
-    monkeypatch.setattr(runner, "SERVER", (sys.executable, FAKE_SERVER, "tiny"))
+    monkeypatch.setattr(lane, "SERVER", (sys.executable, FAKE_SERVER, "tiny"))
     clone = [Injection("redundant_copy", "clone")]
     plan = [Job("tiny/net", "train", 4, 3, clone, [[0]]), Job("tiny/net", "infer", 4, 3, clone, [[0]])]
     report = collect(plan, tmp_path, device="cpu", time_limit=60)

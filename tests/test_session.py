@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(session, "WARMUP_STEPS", 1)
 
     class Watched(session.Session):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             SESSIONS.append(self)
 
     monkeypatch.setattr(session, "Session", Watched)
@@ -326,6 +328,28 @@ def test_patterns_that_replace_one_stage_do_not_share_a_trace(tmp_path: Path) ->
     summary, records = run(job(*stalls, arms=[[0, 1]]), tmp_path)
     assert len(records) == 2
     assert "would stand in for the stage" in summary["skipped"][0]
+
+
+def test_the_device_is_waited_for_and_given_back(tmp_path: Path) -> None:
+    gate = tmp_path / "device.lock"
+    with gate.open("wb") as held, ThreadPoolExecutor() as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        running = pool.submit(
+            run_job,
+            job(COPY),
+            tmp_path / "shard.parquet",
+            device="cpu",
+            event_cap=60_000,
+            progress=told.append,
+            gate=gate,
+        )
+        with pytest.raises(TimeoutError):
+            running.result(timeout=1)
+        assert told == ["building", "waiting for the device"]
+        fcntl.flock(held, fcntl.LOCK_UN)
+        running.result()
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert told[2] == "placing"
 
 
 def test_null_trials_are_told(tmp_path: Path) -> None:

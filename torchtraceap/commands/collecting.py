@@ -79,6 +79,15 @@ def collect(
         typer.Option("--null-trials", min=0, help="Cost measurements of a clean loop against itself."),
     ] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
+    lanes: Annotated[
+        int,
+        typer.Option(
+            "--lanes",
+            min=0,
+            help="Workloads side by side, one of which has the device. Default: 2 on an accelerator.",
+            show_default=False,
+        ),
+    ] = 0,
     seed: Seed = 0,
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=1, help="Seconds that a workload may take.")
@@ -117,7 +126,10 @@ def collect(
         runtime=runtime.value,
         seed=seed,
     )
-    report = run_plan(plan, out, device=device, resume=resume, time_limit=time_limit, event_cap=event_cap)
+    lanes = lanes or (1 if kind == "cpu" else 2)
+    report = run_plan(
+        plan, out, device=device, lanes=lanes, resume=resume, time_limit=time_limit, event_cap=event_cap
+    )
     if as_json:
         console.emit_json(report)
     else:
@@ -161,6 +173,7 @@ def run_plan(
     out: Path,
     *,
     device: str,
+    lanes: int = 1,
     resume: bool,
     time_limit: float,
     event_cap: int,
@@ -196,6 +209,7 @@ def run_plan(
                 plan,
                 out,
                 device=device,
+                lanes=lanes,
                 resume=resume,
                 time_limit=time_limit,
                 event_cap=event_cap,
