@@ -1,0 +1,183 @@
+"""Several ranks of one workload: processes that train one model with DistributedDataParallel.
+
+Each rank is a process of its own on a GPU of its own (NCCL), or all share the CPU (gloo), and runs the same
+session with the same seed. So all ranks draw the same places, arms and orders, and step equally often; where
+they decide on what they measured, they first agree on it (:class:`World`). Their batches differ, as a
+distributed sampler would have it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+from torchtraceap.collect.processes import die_with
+from torchtraceap.errors import UserError
+from torchtraceap.labels.pattern import STAGES, State
+
+if TYPE_CHECKING:
+    from torchtraceap.collect.loop import TrainingLoop
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a workload as one of them sees it; without any other, what it has is agreed already.
+
+    ``control`` is a group of its own on the CPU: what ranks tell each other between blocks and profiles
+    leaves no work on a GPU and no event in a trace.
+    """
+
+    rank: int = 0
+    size: int = 1
+    control: dist.ProcessGroup | None = None
+
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' values. All ranks must call this, and all of the below, alike."""
+        if self.control is None:
+            return value
+        agreed = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.control)
+        return agreed.item()
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        return int(-self.largest(-value))
+
+    def agreed(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gathered(self, items: Sequence[T]) -> list[T]:
+        """All ranks' items on rank 0, in the order of ranks; nothing on the others."""
+        if self.control is None:
+            return list(items)
+        boxes: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(list(items), boxes, dst=0, group=self.control)
+        return [item for box in boxes or [] for item in box]
+
+
+class _Outcome(msgspec.Struct):
+    """How a rank ended, if not by an unforeseen error."""
+
+    result: dict[str, Any] | None = None
+    user_error: str = ""
+    out_of_memory: str = ""
+
+
+def run_ranks(size: int, main: Callable[[int, Path], dict[str, Any]]) -> dict[str, Any]:
+    """Run ``main(rank, store)`` in ``size`` processes, and return what rank 0 returned.
+
+    The ranks are forked, so this process must not have computed anything, and does not. ``store`` names the
+    file through which they find each other. A rank that ends early ends all others; so does the end of this
+    process, on Linux.
+
+    Raises:
+        UserError, torch.OutOfMemoryError: A rank raised it.
+        RuntimeError: A rank raised anything else, or was killed; the message says which.
+    """
+    parent = os.getpid()
+    with tempfile.TemporaryDirectory(prefix="traceap-") as folder:
+        outcomes = [Path(folder) / f"rank{rank}.json" for rank in range(size)]
+
+        def run(rank: int) -> None:
+            die_with(parent)
+            outcome = _Outcome()
+            try:
+                outcome.result = main(rank, Path(folder) / "store")
+            except UserError as error:
+                outcome.user_error = str(error)
+                raise
+            except torch.OutOfMemoryError as error:
+                outcome.out_of_memory = str(error)
+                raise
+            finally:
+                outcomes[rank].write_bytes(msgspec.json.encode(outcome))
+
+        try:
+            start_processes(run, nprocs=size, start_method="fork")
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            ended = [
+                msgspec.json.decode(path.read_bytes(), type=_Outcome) for path in outcomes if path.exists()
+            ]
+            # A rank that raised takes others down, which then raise that their connection is gone.
+            for one in ended:
+                if one.user_error:
+                    raise UserError(one.user_error) from None
+                if one.out_of_memory:
+                    raise torch.OutOfMemoryError(one.out_of_memory) from error
+            raise RuntimeError(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from error
+        result = msgspec.json.decode(outcomes[0].read_bytes(), type=_Outcome).result
+    assert result is not None
+    return result
+
+
+def share_cpu(size: int) -> None:
+    """Give this rank its part of the CPU's cores, for which all ranks would else compete."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
+
+
+def join(rank: int, size: int, store: Path, device: torch.device) -> World:
+    """Meet the other ranks. Threads start here, so loader workers must have been forked before."""
+    on_gpu = device.type == "cuda"
+    if sys.platform == "linux":
+        # All ranks are on this machine, whose name need not lead to an address that it can be reached by.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.FileStore(str(store), size),
+        rank=rank,
+        world_size=size,
+        device_id=device if on_gpu else None,
+    )
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)  # every rank is a member
+    return World(rank, size, control)
+
+
+def distribute(loop: TrainingLoop, world: World) -> None:
+    """Let a training loop go through DistributedDataParallel.
+
+    Raises:
+        UserError: A parameter of the model gets no gradient, which DistributedDataParallel refuses.
+    """
+    _require_gradients(loop)
+    loop.world = world
+    loop.runtime = "distributed"
+    loop.network = loop.make_network()
+
+
+def leave() -> None:
+    """Say goodbye to the other ranks; call at the end, and not where something went wrong."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _require_gradients(loop: TrainingLoop) -> None:
+    """Run one step up to the backward pass, and see whether it reaches all parameters."""
+    with loop.state_kept():
+        state = State()
+        for stage in STAGES[: STAGES.index("backward") + 1]:
+            loop.stages[stage](state)
+    without = [name for name, p in loop.model.named_parameters() if p.requires_grad and p.grad is None]
+    loop.stages["zero_grad"](state)
+    if without:
+        raise UserError(
+            f"{loop.spec.name}: {len(without)} parameters get no gradient ({without[0]} ...), which "
+            "DistributedDataParallel refuses; choose another model"
+        )
