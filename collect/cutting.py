@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-import numpy as np
-
+from torchtraceap.collect.labelling import all_segments
+from torchtraceap.dataset.attribution import members
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels.types import Segment
 
@@ -23,32 +22,19 @@ def keep_steps(trace: Trace, segments: list[Segment], first: int, count: int) ->
         count: Number of steps to keep.
 
     Returns:
-        The smaller trace and what is left of the segments.
+        The smaller trace, and its segments in order of start. They are formed anew: two may become one when
+        what lay between them goes, or when the steps that told them apart become the same backlog.
     """
     begin, end = int(trace.step_bounds[first, 0]), int(trace.step_bounds[first + count - 1, 1])
     step, events = trace.step, trace.events
     own = (step >= first) & (step < first + count)
     backlog = trace.on_gpu & (step < first) & (events.end_ns > begin) & (events.start_ns < end)
     outside = ~trace.on_gpu & (step < 0) & (events.start_ns >= begin) & (events.start_ns < end)
-    kept, index = trace.select(own | backlog | outside)
-    return kept, [left for one in segments if (left := _moved(one, kept, index)) is not None]
-
-
-def _moved(segment: Segment, trace: Trace, index: np.ndarray) -> Segment | None:
-    """The segment in the trace that was cut, or None if none of its events is left."""
-    rows = index[segment.first_event : segment.first_event + segment.event_count]
-    rows = rows[rows >= 0]
-    if not len(rows):
-        return None
-    return msgspec.structs.replace(
-        segment,
-        lane=int(trace.events.lane[rows[0]]),
-        step=int(trace.step[rows[0]]),
-        start_ns=int(trace.events.start_ns[rows].min()),
-        end_ns=int(trace.events.end_ns[rows].max()),
-        first_event=int(rows[0]),
-        event_count=len(rows),
-    )
+    keep = own | backlog | outside
+    kept, _ = trace.select(keep)
+    instances = sorted({segment.instance for segment in segments})
+    belongs = {instance: members(segments, instance, len(trace))[keep] for instance in instances}
+    return kept, all_segments(kept, belongs)
 
 
 def steps_below(trace: Trace, cap: int) -> int:

@@ -82,11 +82,13 @@ def label(
             new &= ~member
         members[one.instance] = _selected(stripped, new, one.selects)
 
-    segments = [
-        segment for instance, member in members.items() for segment in segments_of(stripped, member, instance)
-    ]
-    segments.sort(key=lambda s: (s.start_ns, s.lane, s.first_event))
-    return stripped, segments
+    return stripped, all_segments(stripped, members)
+
+
+def all_segments(trace: Trace, members: Mapping[int, NDArray[np.bool_]]) -> list[Segment]:
+    """The segments of several instances, each with its events (see :func:`segments_of`), by their start."""
+    segments = [s for instance, member in members.items() for s in segments_of(trace, member, instance)]
+    return sorted(segments, key=lambda s: (s.start_ns, s.lane, s.first_event))
 
 
 def segments_of(trace: Trace, member: NDArray[np.bool_], instance: int) -> list[Segment]:

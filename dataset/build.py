@@ -25,6 +25,7 @@ import msgspec
 import pyarrow as pa
 
 from torchtraceap.dataset import schema, splits
+from torchtraceap.dataset.attribution import violations
 from torchtraceap.dataset.card import Released, render_card
 from torchtraceap.dataset.features import shard_path
 from torchtraceap.dataset.parquet import read_metadata, read_traces, write_table, write_traces
@@ -325,28 +326,19 @@ def check(record: TraceRecord, where: str) -> None:
     Raises:
         UserError: Names ``where`` and the first broken promise.
     """
-    trace, events = record.trace, record.trace.events
+    trace = record.trace
 
     def require(ok: bool, what: str) -> None:
         if not ok:
             raise UserError(f"{where}: {what}; remove the shard and collect its workload again")
 
-    require(len(events) > 0, "it has no events")
+    require(len(trace) > 0, "it has no events")
     require(record.meta["task"] in schema.TASKS, f"its task is none of {', '.join(schema.TASKS)}")
     require(record.meta["mode"] in schema.MODES, f"its mode is none of {', '.join(schema.MODES)}")
     for name in itertools.chain((op.name for op in trace.ops), (lane.name for lane in trace.lanes)):
         require(PREFIX not in name, "a marker of the harness is left in it, which gives the labels away")
-    for index, segment in enumerate(record.segments):
-        what = f"segment {index}"
-        require(segment.event_count > 0, f"{what} has no events")
-        rows = slice(segment.first_event, segment.first_event + segment.event_count)
-        require(bool((events.lane[rows] == segment.lane).all()), f"{what} has events of another lane")
-        require(trace.lanes[segment.lane].kind == segment.lane_class, f"{what} has the wrong lane class")
-        require(-1 <= segment.step < max(1, len(trace.step_bounds)), f"{what} lies in no step of the trace")
-        require(
-            0 <= segment.start_ns <= segment.end_ns <= trace.duration_ns,
-            f"{what} reaches outside of the trace",
-        )
+    problem = next(violations(record), None)
+    require(problem is None, f"{problem}")
 
 
 def segment_table(record: TraceRecord) -> pa.Table:

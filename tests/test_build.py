@@ -14,7 +14,7 @@ import yaml
 from datasets import load_dataset
 from traces import random_record
 
-from torchtraceap.dataset import card, schema, splits
+from torchtraceap.dataset import attribution, card, schema, splits
 from torchtraceap.dataset.build import SCHEMAS, build
 from torchtraceap.dataset.parquet import read_table, read_traces, write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
@@ -37,12 +37,14 @@ class _Catalogue(dict):
         def variant(name: str) -> Any:
             return SimpleNamespace(heldout=name == "unseen")
 
-        return SimpleNamespace(id=name, title=f"title of {name}", scope="local", variant=variant)
+        return SimpleNamespace(
+            id=name, title=f"title of {name}", scope="local", mechanism="marker", variant=variant
+        )
 
 
 @pytest.fixture(autouse=True)
 def _catalogue(monkeypatch):
-    for module in (splits, card):
+    for module in (attribution, splits, card):
         monkeypatch.setattr(module, "PATTERNS", _Catalogue())
 
 
@@ -214,6 +216,8 @@ def broken(record: TraceRecord, what: str) -> TraceRecord:
     trace = record.trace
     if what == "marker":
         trace.ops[0] = msgspec.structs.replace(trace.ops[0], name="ttap-0123abcd-1")
+    elif what == "marker lane":
+        trace.lanes[1] = msgspec.structs.replace(trace.lanes[1], name="ttap-0123abcd-1")
     elif what == "task":
         record.meta["task"] = "poetry"
     elif what == "lane":
@@ -235,11 +239,12 @@ def broken(record: TraceRecord, what: str) -> TraceRecord:
     ("what", "says"),
     [
         ("marker", "marker of the harness"),
+        ("marker lane", "marker of the harness"),
         ("task", "task is none of classification"),
         ("lane", "segment 0 has events of another lane"),
         ("class", "segment 0 has the wrong lane class"),
-        ("time", "segment 0 reaches outside of the trace"),
-        ("step", "segment 0 lies in no step"),
+        ("time", "segment 0 does not begin and end with its events"),
+        ("step", "segment 0 has events of another step"),
         ("empty", "segment 0 has no events"),
         ("hardware", "was made on tpu, its session on nvidia-h200"),
     ],

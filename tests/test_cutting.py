@@ -67,8 +67,8 @@ def test_the_backlog_of_a_step_that_is_cut_away_stays_with_its_label():
     assert trace.step.tolist() == [0, 0, 0, 0, -1, 0, 0]
     assert trace.events.launch.tolist() == [-1, -1, -1, -1, -1, 2, 3]
     assert [(s.lane_class, s.step, s.start_ns, s.end_ns, s.first_event, s.event_count) for s in kept] == [
-        ("gpu", -1, 20, 70, 4, 1),
         ("cpu", 0, 10, 40, 1, 3),
+        ("gpu", -1, 20, 70, 4, 1),
         ("gpu", 0, 80, 170, 5, 2),
     ]
 
@@ -77,6 +77,15 @@ def test_what_the_gpu_ran_late_for_a_kept_step_stays():
     trace, kept = keep_steps(lagging(), [segment(9, 2, "gpu", 0)], 0, 1)
     assert trace.events.start_ns.tolist() == [0, 10, 15, 30, 60, 120]  # the call at 99 lies behind step 0
     assert [(s.step, s.first_event, s.event_count) for s in kept] == [(0, 4, 2)]
+
+
+def test_segments_that_only_their_steps_kept_apart_become_one_backlog():
+    trace = lagging()
+    trace.events.dur_ns[9:11] = 200, 170  # both kernels of step 0 still run when step 1 begins
+    trace.events.start_ns[10] = 61
+    trace.events.launch[10] = 4  # and the second was launched between the steps
+    _, kept = keep_steps(trace, [segment(9, 1, "gpu", 0), segment(10, 1, "gpu", -1)], 1, 1)
+    assert [(s.step, s.event_count) for s in kept] == [(-1, 2)]
 
 
 def test_number_of_steps_below_a_cap():
