@@ -64,6 +64,12 @@ def label(
         if one.mechanism == "selector":
             continue
         on = np.array([m is not None and m.on and m.placement == placement for m in markers], dtype=bool)
+        if one.mechanism == "meanwhile":
+            assert one.selects is not None
+            seeds = runs_of.meanwhile(on[events.op], events.start_ns, events.end_ns) & ~trace.on_gpu
+            seeds &= _accepted(trace, one.selects)
+            members[one.instance] = runs_of.below(seeds, events.parent, events.launch)[keep]
+            continue
         members[one.instance] = runs_of.belongs(
             on[events.op],
             events.parent,
@@ -118,8 +124,12 @@ def _published(trace: Trace) -> NDArray[np.bool_]:
 
 def _selected(trace: Trace, new: NDArray[np.bool_], selects: Callable[[str], bool]) -> NDArray[np.bool_]:
     """Of the events ``new`` those whose name is accepted, with the new ones below and launched by them."""
-    accepted = np.array([selects(op.name) for op in trace.ops], dtype=bool)[trace.events.op]
-    return runs_of.below(new & accepted, trace.events.parent, trace.events.launch, among=new)
+    seeds = new & _accepted(trace, selects)
+    return runs_of.below(seeds, trace.events.parent, trace.events.launch, among=new)
+
+
+def _accepted(trace: Trace, selects: Callable[[str], bool]) -> NDArray[np.bool_]:
+    return np.array([selects(op.name) for op in trace.ops], dtype=bool)[trace.events.op]
 
 
 def launched_before(trace: Trace) -> NDArray[np.bool_]:

@@ -7,7 +7,7 @@ import it inside of their functions, so that the vocabulary is readable in the b
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -17,7 +17,7 @@ from torchtraceap.registry import Registry
 if TYPE_CHECKING:
     import torch
 
-Mechanism = Literal["marker", "marker+backward", "selector"]
+Mechanism = Literal["marker", "marker+backward", "selector", "meanwhile"]
 """How a pattern's events are found in its trace; see docs/design.md, "Ground truth"."""
 
 Mode = Literal["train", "infer"]
@@ -96,6 +96,11 @@ class Loop(Protocol):
     optimizer: torch.optim.Optimizer | None
 
     @property
+    def stages(self) -> Mapping[Stage, Callable[[State], None]]:
+        """What runs at each stage now; a body that takes several passes calls others than its own."""
+        ...
+
+    @property
     def batch_size(self) -> int: ...
 
     def module_calls(self) -> Sequence[ModuleCall]:
@@ -117,6 +122,10 @@ class Loop(Protocol):
 
     def make_optimizer(self, **changes: Any) -> torch.optim.Optimizer:
         """A second optimizer of the loop's class and settings on the same parameters."""
+        ...
+
+    def make_network(self, **changes: Any) -> torch.nn.Module:
+        """Another DistributedDataParallel of the model, with its options ``changes``; all ranks must ask."""
         ...
 
 
@@ -220,7 +229,8 @@ class Pattern:
         mechanism: How its events are found.
         belongs: What in the trace belongs to it, in words.
         selects: With the mechanism "selector": given the name of an event that the clean trace has nowhere
-            on the same path of operators, whether it and what lies below it belong to the pattern.
+            on the same path of operators, whether it and what lies below it belong to the pattern. With
+            "meanwhile": the same of an event that begins while a marker is open, on whatever thread.
         runtime: The kind of workload that it occurs in.
         needs_gpu: Cannot exist on a CPU.
         modes: Loops that it can be injected into.
@@ -252,8 +262,8 @@ class Pattern:
     native_risk: bool = True
 
     def __post_init__(self) -> None:
-        if (self.mechanism == "selector") != (self.selects is not None):
-            raise ValueError(f"pattern {self.id}: the mechanism selector and ``selects`` go together")
+        if (self.mechanism in ("selector", "meanwhile")) != (self.selects is not None):
+            raise ValueError(f"pattern {self.id}: ``selects`` goes with selector and meanwhile alone")
 
     def variant(self, name: str) -> Variant:
         """The variant or look-alike called ``name``."""

@@ -58,6 +58,22 @@ def below(
         inside = grown
 
 
+def meanwhile(roots: BoolArray, start_ns: IntArray, end_ns: IntArray) -> BoolArray:
+    """Events on any lane that begin while an event of ``roots`` runs, bool, shape (events,).
+
+    Args:
+        roots: Marker events that were switched on, shape (events,).
+        start_ns, end_ns: int64, shape (events,).
+    """
+    rows = np.flatnonzero(roots)
+    if not len(rows):
+        return np.zeros(len(roots), dtype=bool)
+    rows = rows[np.argsort(start_ns[rows], kind="stable")]
+    latest_end = np.maximum.accumulate(end_ns[rows])
+    before = np.searchsorted(start_ns[rows], start_ns, side="right") - 1
+    return (before >= 0) & (start_ns < latest_end[before])
+
+
 def runs(member: BoolArray, lane: IntArray, step: IntArray) -> IntArray:
     """Maximal runs of members on one lane and in one step, with no other event of the lane between them.
 

@@ -308,3 +308,28 @@ def test_selector_needs_a_twin_and_to_be_alone() -> None:
         label(by_hand(CONSEQUENCES), "s", {0: one})
     with pytest.raises(ValueError, match="one pattern"):
         label(by_hand(CONSEQUENCES), "s", {0: one, 1: one}, Paths(by_hand(CONSEQUENCES)))
+
+
+# -- the mechanism "meanwhile" ------------------------------------------------------------------------
+
+
+def test_meanwhile_finds_what_other_threads_begin_while_a_marker_is_open() -> None:
+    other, stream = 1, 2
+    rows = [
+        (MAIN, "ProfilerStep#3", "user_annotation", 0, 900, -1, -1, -1),  # 0
+        (MAIN, ON, "user_annotation", 100, 300, 0, -1, -1),  # 1
+        (MAIN, "aten::conv", "cpu_op", 110, 90, 1, -1, -1),  # 2
+        (MAIN, OFF, "user_annotation", 500, 300, 0, -1, -1),  # 3
+        (other, "AccumulateGrad", "cpu_op", 150, 60, -1, -1, -1),  # 4
+        (other, "c10d::allreduce_", "cpu_op", 160, 40, 4, -1, -1),  # 5
+        (other, "cudaLaunchKernel", "cuda_runtime", 170, 10, 5, -1, -1),  # 6
+        (other, "aten::mul", "cpu_op", 300, 50, -1, -1, -1),  # 7
+        (other, "c10d::allreduce_", "cpu_op", 399, 50, -1, -1, -1),  # 8: outlives the marker
+        (other, "c10d::allreduce_", "cpu_op", 550, 50, -1, -1, -1),  # 9: where the pattern does not act
+        (stream, "ncclDevKernel", "kernel", 600, 100, 5, 6, -1),  # 10
+    ]
+    trace = by_hand(rows)
+    trace.lanes = [Lane("cpu", "thread 0"), Lane("cpu", "thread 1"), Lane("gpu", "stream 20", 0)]
+    trace, segments = label(trace, "s", {5: Armed(0, "meanwhile", "c10d::allreduce_".__eq__)})
+    found = [(s.lane, s.start_ns, s.event_count) for s in segments]
+    assert found == [(other, 160, 2), (other, 399, 1), (stream, 600, 1)]

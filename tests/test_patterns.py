@@ -30,8 +30,17 @@ from torchtraceap.labels.patterns.dataloader_stall import decode_and_augment
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
+
+
+def marks(pattern: Pattern) -> list[pytest.MarkDecorator]:
+    """A pattern of several processes is skipped where a loop of one is run."""
+    if pattern.runtime != "distributed":
+        return []
+    return [pytest.mark.skip(reason="tests/test_distributed.py runs it, on two ranks")]
+
+
 CASES = [
-    pytest.param(pattern, variant, id=f"{pattern.id}-{variant.name}")
+    pytest.param(pattern, variant, id=f"{pattern.id}-{variant.name}", marks=marks(pattern))
     for pattern in PATTERNS
     for variant in (*pattern.variants, *pattern.lookalikes)
 ]
@@ -150,7 +159,7 @@ SAME_ON_CPU = {
 }
 
 
-@pytest.mark.parametrize("pattern", list(PATTERNS), ids=PATTERNS.names())
+@pytest.mark.parametrize("pattern", [pytest.param(p, id=p.id, marks=marks(p)) for p in PATTERNS])
 def test_variants_differ_in_what_a_profiler_sees(pattern: Pattern) -> None:
     clean = op_names(pattern, None)
     seen = {"clean": clean}
