@@ -31,7 +31,7 @@ def strip(trace: Trace) -> Trace:
 
     Nobody can say what the latter belongs to. Steps are numbered from 0.
     """
-    return number_steps(trace.select(_published(trace))[0])
+    return number_steps(trace.select(published(trace))[0])
 
 
 def label(
@@ -52,7 +52,7 @@ def label(
         RuntimeError: A marker that said "on" belongs to a placement that was not armed.
         ValueError: Two placements are of the mechanism "selector", or one is and ``clean`` is missing.
     """
-    keep = _published(trace)
+    keep = published(trace)
     stripped = strip(trace)
     markers = [parse_marker(secret, op.name) for op in trace.ops]
     if stray := {m.placement for m in markers if m is not None and m.on} - armed.keys():
@@ -117,7 +117,8 @@ def segments_of(trace: Trace, member: NDArray[np.bool_], instance: int) -> list[
     ]
 
 
-def _published(trace: Trace) -> NDArray[np.bool_]:
+def published(trace: Trace) -> NDArray[np.bool_]:
+    """Events that :func:`strip` keeps, bool, shape (events,)."""
     is_marker = np.array([op.name.startswith(PREFIX) for op in trace.ops], dtype=bool)[trace.events.op]
     return ~is_marker & ~launched_before(trace)
 

@@ -31,6 +31,7 @@ from torchtraceap.collect.measure import (
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.plan import Injection, Job
+from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.parquet import write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.trace import Trace, TraceRecord
@@ -177,6 +178,7 @@ class Session:
         self.twins: list[Injected] = []
         self.skipped: list[str] = []
         self.nulls: list[Look] = []
+        self.differences: list[dict[str, Any]] = []
         self.clean_ms = math.nan
 
     def run(self, out: Path) -> dict[str, Any]:
@@ -203,6 +205,7 @@ class Session:
             "event_cap": self.event_cap,
             "block_steps": steps,
             "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
+            "differences": self.differences,
             "instances": [
                 {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
                 for r in records
@@ -330,14 +333,40 @@ class Session:
         self.leave_device()
         self.progress("labelling")
         clean = Paths(strip(profiles[0][1]))
-        return [self._record(*profiles[number], clean) for number in range(len(self.arms))]
+        records = []
+        for number in range(len(self.arms)):
+            acting, profile = profiles[number]
+            labelled = self._label(acting, profile, clean)
+            records.append(self._record(acting, *labelled))
+            if number:
+                different = self._difference(acting, profile, labelled[1], *profiles[0])
+                self.differences.append({"trace_id": records[-1].trace_id, **msgspec.to_builtins(different)})
+        return records
 
-    def _record(self, arm: list[Injected], profile: Trace, clean: Paths) -> TraceRecord:
+    def _difference(
+        self,
+        arm: list[Injected],
+        profile: Trace,
+        segments: list[Segment],
+        clean_arm: list[Injected],
+        clean: Trace,
+    ) -> Difference:
+        """How far a trace differs from the clean one outside of all that acts in one of the two."""
+        places = [(one.placement, one.pattern.mechanism) for one in (*arm, *clean_arm)]
+        rest, clean_rest = (
+            steps_without(trace, self.secret, places, found)[profiling.LEAD_IN :]
+            for trace, found in ((profile, segments), (clean, []))
+        )
+        return difference(rest, clean_rest)
+
+    def _label(self, arm: list[Injected], profile: Trace, clean: Paths) -> tuple[Trace, list[Segment]]:
         armed = {
             one.placement.index: Armed(i, one.pattern.mechanism, one.pattern.selects)
             for i, one in enumerate(arm)
         }
-        whole, segments = label(profile, self.secret, armed, clean)
+        return label(profile, self.secret, armed, clean)
+
+    def _record(self, arm: list[Injected], whole: Trace, segments: list[Segment]) -> TraceRecord:
         whole, segments = keep_steps(whole, segments, profiling.LEAD_IN, profiling.PROFILED_STEPS)
         trace = whole
         if (count := steps_below(whole, self.event_cap)) < profiling.PROFILED_STEPS:

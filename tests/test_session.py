@@ -195,6 +195,10 @@ def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
     assert session_["skipped"] == ["host_sync/item: host_sync needs a GPU"]
     assert session_["event_cap"] == 60_000
     assert session_["block_steps"] >= 1
+    injected = [r for r in records if any(i.source == "injected" for i in r.instances)]
+    assert session_["differences"] == [
+        {"trace_id": record.trace_id, "extra": 0, "missing": 0, "names": {}} for record in injected
+    ]
     instances = {(row["trace_id"], row["instance"]): row for row in session_["instances"]}
     assert set(instances) == {(r.trace_id, i) for r in records for i in range(len(r.instances))}
     for record in records:
