@@ -1,135 +1,88 @@
 """Which patterns a clean workload is known not to hold by itself, from evidence outside of its labels.
 
 Only where every instance is known can a further prediction be called a false alarm. What is found here is
-conservative: without proof of absence a pattern is left out, and predictions of it are then not counted.
+conservative: without proof a pattern is left out, and predictions of it are then not counted.
 
-* host_sync: no blocking call of the runtime lies inside a step of the clean trace.
-* pageable_h2d: the clean trace names the memory of its copies to the device, and none is pageable.
-* python_loop_over_batch: twice the batch dispatches as many operators.
-* redundant_copy: no dispatched copy has the strides and type of its source.
-* dtype_ping_pong: no cast back to the type that a value had at most two operators before.
+* Loop-level patterns (``Pattern.native_risk`` is False): the loop is ours.
+* Waiting patterns: all natives of the trace are labelled and agree with the survey (collect/native.py).
+* Model-level patterns: what a clean step dispatches holds nothing like them (collect/absence.py).
+* Without a GPU, everything that needs one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
-from torch.utils.weak import WeakIdKeyDictionary
 
-from torchtraceap.collect.loop import TrainingLoop
+from torchtraceap.collect.absence import absent
+from torchtraceap.collect.dispatch import WAITING, Wait, record
+from torchtraceap.collect.loop import DISTINCT_BATCHES, TrainingLoop
+from torchtraceap.collect.native import Natives, natives
 from torchtraceap.dataset.trace import Trace
-from torchtraceap.labels.pattern import PATTERNS, State
-
-CAST_REACH = 2
-"""Operators between a cast and the cast back that still count as one round trip."""
-
-BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH", "cuMemcpyHtoD")
+from torchtraceap.labels.pattern import PATTERNS
 
 
-class _Dispatched(TorchDispatchMode):
-    """Counts operators and looks for copies and casts that change nothing."""
+@dataclass(frozen=True)
+class Survey:
+    """What clean steps showed.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators = 0
-        self.same_copies = 0
-        self.round_trips = 0
-        # type that the value had before a cast, and how many operators ago
-        self._was = WeakIdKeyDictionary()
+    Attributes:
+        absent: Patterns that the forward pass and loss do not hold.
+        waits: For each surveyed step the operators that made the host wait, in order.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # in inference mode composite operators (to, contiguous, reshape) arrive whole
-            out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
-        out = func(*args, **kwargs)
-        self.operators += 1
-        sources = [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
-        if not sources or not isinstance(out, torch.Tensor):
-            return out
-        name = func.overloadpacket.__name__
-        source = sources[-1]  # copy_ has its destination before it
-        cast = out.is_floating_point() and source.is_floating_point() and out.dtype != source.dtype
-        if name in ("_to_copy", "copy_") and cast:
-            was = self._was.get(source)
-            self.round_trips += was is not None and was[0] == out.dtype
-            # A weight in a narrower type is no round trip of what is computed with it.
-            if not isinstance(source, torch.nn.Parameter):
-                self._was[out] = (source.dtype, 0)
-            return out
-        if name in ("_to_copy", "clone", "copy_"):
-            same = (
-                source.dtype == out.dtype and source.stride() == out.stride() and source.device == out.device
-            )
-            self.same_copies += same and source.numel() > 1
-        before = [self._was[s] for s in sources if s in self._was]
-        if before and before[0][1] < CAST_REACH:
-            self._was[out] = (before[0][0], before[0][1] + 1)
-        return out
+    absent: frozenset[str]
+    waits: list[list[Wait]]
 
 
-def _dispatch(loop: TrainingLoop, change: Callable[[torch.Tensor], torch.Tensor]) -> _Dispatched:
-    state = State()
-    for stage in ("data", "h2d"):
-        loop.stages[stage](state)
-    state.batch = tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, state.batch)
-    with loop.state_kept(), _Dispatched() as seen:
-        loop.stages["forward"](state)
-        loop.stages["loss"](state)
-    return seen
+def survey(loop: TrainingLoop) -> Survey:
+    """Run some steps of a loop, before anything is installed, and leave it as it was.
+
+    A host that never waits cannot know what the data are, so each step dispatches the same, and one is
+    enough. With waits, as many steps as there are distinct batches.
+    """
+    first = record(loop)
+    doubled = record(loop, change=lambda leaf: torch.cat([leaf, leaf]), backward=False)
+    steps = [first.waits]
+    if first.waits:
+        steps += [record(loop).waits for _ in range(DISTINCT_BATCHES - 1)]
+    return Survey(absent(first, doubled, loop.device.type), steps)
 
 
 def absent_by_dispatch(loop: TrainingLoop) -> set[str]:
-    """Patterns that the clean forward pass and loss do not hold, from the operators they dispatch."""
-    seen = _dispatch(loop, lambda leaf: leaf)
-    doubled = _dispatch(loop, lambda leaf: torch.cat([leaf, leaf]))
-    absent = set()
-    if doubled.operators == seen.operators:
-        absent.add("python_loop_over_batch")
-    if not seen.same_copies:
-        absent.add("redundant_copy")
-    if not seen.round_trips:
-        absent.add("dtype_ping_pong")
-    return absent
+    """:attr:`Survey.absent` alone."""
+    return set(survey(loop).absent)
 
 
-def blocking_calls(trace: Trace) -> np.ndarray:
-    """Events of a trace that make the host wait for the device inside a step, bool, shape (events,).
-
-    Only threads that run operators count: the thread that pins batches waits, but nobody waits for it.
-    """
-    blocking = np.array(
-        [
-            op.category in ("cuda_runtime", "cuda_driver", "xpu_runtime")
-            and (op.name.endswith(BLOCKING[0]) or op.name in BLOCKING[1:])
-            for op in trace.ops
-        ],
-        dtype=bool,
-    )
-    lanes = np.unique(trace.events.lane[trace.categories == "cpu_op"])
-    return blocking[trace.events.op] & (trace.step >= 0) & np.isin(trace.events.lane, lanes)
-
-
-def exhaustive(absent: set[str], clean: Trace, has_gpu: bool) -> list[str]:
-    """Ids of the patterns all of whose instances are known in the traces of a workload, sorted.
+def exhaustive(
+    absent: set[str] | frozenset[str], trace: Trace, has_gpu: bool, found: Natives | None = None
+) -> list[str]:
+    """Ids of the patterns all of whose instances are known in a trace, sorted.
 
     Args:
-        absent: Result of :func:`absent_by_dispatch`.
-        clean: The workload's clean trace.
+        absent: :attr:`Survey.absent`.
+        trace: The trace; for what an injected one holds beside its injections, the clean one stands as well.
         has_gpu: Whether it ran on a GPU: without one nothing can wait for it.
+        found: The trace's natives. Without them a waiting pattern is known only if nothing waits at all.
     """
-    known = absent | {pattern.id for pattern in PATTERNS if not pattern.native_risk}
-    if has_gpu and not blocking_calls(clean).any():
-        known.add("host_sync")
-    to_device = [op.name for op in clean.ops if op.category == "gpu_memcpy" and "HtoD" in op.name]
-    if to_device and all("Pinned" in name for name in to_device):
-        known.add("pageable_h2d")
-    if not has_gpu:
-        known |= {pattern.id for pattern in PATTERNS if pattern.needs_gpu}
+    known = {pattern.id for pattern in PATTERNS if not pattern.native_risk} | absent
+    if has_gpu:
+        found = found or natives([], trace, [])
+        known |= WAITING - found.unknown
+        known -= _in_doubt(trace)
+    else:
+        known |= WAITING | {pattern.id for pattern in PATTERNS if pattern.needs_gpu}
     return sorted(known & set(PATTERNS.names()))
+
+
+def _in_doubt(trace: Trace) -> set[str]:
+    """Patterns for which the trace itself speaks, or on which it is silent."""
+    doubt = set()
+    to_device = [op.name for op in trace.ops if op.category == "gpu_memcpy" and "HtoD" in op.name]
+    if not (to_device and all("Pinned" in name or "Pageable" in name for name in to_device)):
+        doubt.add("pageable_h2d")  # nothing tells from what memory copies came
+    kernels = [op.name for op in trace.ops if op.category == "kernel"]
+    if any("nchwToNhwc" in name for name in kernels) and any("nhwcToNchw" in name for name in kernels):
+        doubt.add("layout_ping_pong")  # cuDNN converts around a convolution, below what is dispatched
+    return doubt
