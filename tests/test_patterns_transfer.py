@@ -42,24 +42,24 @@ def make_loop(mode: Mode = "train") -> closing[Loop]:
 
 
 def test_grid_holds_the_coordinates() -> None:
-    grid = cpu_tensor_create.grid(3, 5, 2, CPU)
+    grid = cpu_tensor_create.grid(3, 5)
     assert grid.shape == (3, 5, 2)
-    assert grid[1, 4].tolist() == [3, 6]
+    assert grid[1, 4].tolist() == [1, 4]
 
 
 def test_attention_mask_hides_what_comes_later() -> None:
-    mask = cpu_tensor_create.attention_mask(3, 5, 1, CPU)
-    seen = [[j <= i + 1 for j in range(5)] for i in range(3)]
+    mask = cpu_tensor_create.attention_mask(3, 5)
+    seen = [[j <= i for j in range(5)] for i in range(3)]
     assert (mask == 0).tolist() == seen
     assert (mask == -math.inf).tolist() == [[not s for s in row] for row in seen]
 
 
 @pytest.mark.parametrize("columns", [6, 5])
 def test_sinusoids_embed_positions(columns: int) -> None:
-    table = cpu_tensor_create.sinusoids(4, columns, 3, CPU)
+    table = cpu_tensor_create.sinusoids(4, columns)
     assert table.shape == (4, 6)
-    torch.testing.assert_close(table[2, 0], torch.tensor(math.sin(5)))
-    torch.testing.assert_close(table[2, 4], torch.tensor(math.cos(5 * 10_000 ** (-1 / 3))))
+    torch.testing.assert_close(table[2, 0], torch.tensor(math.sin(2)))
+    torch.testing.assert_close(table[2, 4], torch.tensor(math.cos(2 * 10_000 ** (-1 / 3))))
 
 
 class _Devices(TorchDispatchMode):
@@ -81,32 +81,42 @@ def devices_of(body: Any, x: torch.Tensor) -> list[str]:
     return devices.seen
 
 
-@pytest.mark.parametrize("variant", PATTERNS["cpu_tensor_create"].variants, ids=lambda v: v.name)
-def test_only_the_bad_way_leads_over_the_cpu(variant: Any) -> None:
+@pytest.mark.parametrize("variant", ["grid", "attention_mask", "sinusoids"])
+def test_table_is_made_on_the_cpu_and_then_copied(variant: str) -> None:
     with make_loop() as loop:
-        site = variant.sites(loop.pretend(META))[0]
+        site = PATTERNS["cpu_tensor_create"].variant(variant).sites(loop.pretend(META))[0]
+    *made, copied = devices_of(site.body, torch.empty(2, 4, 6, device="meta"))
+    assert set(made) == {"cpu"}
+    assert copied == "meta"
+
+
+def test_noise_is_made_on_the_cpu_only_where_the_site_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_loop() as loop:
+        loop.pretend(META)
+        # There is no generator for the device "meta"; what is drawn there needs none.
+        monkeypatch.setattr(torch, "Generator", lambda device: None)
+        site = PATTERNS["cpu_tensor_create"].variant("noise").sites(loop)[0]
     x = torch.empty(2, 4, 6, device="meta")
+    assert devices_of(site.body, x)[-1] == "meta"
+    assert "cpu" in devices_of(site.body, x)
     assert set(devices_of(site.otherwise, x)) == {"meta"}
-    by_way_of_cpu = devices_of(site.body, x)
-    assert by_way_of_cpu.count("meta") == 1  # the copy
-    assert by_way_of_cpu[-1] == "meta"
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (2, 3, 4, 5)], ids=str)
-def test_tensors_are_of_the_size_of_what_they_stand_by(shape: tuple[int, ...]) -> None:
-    made: list[torch.Tensor] = []
+def test_noise_is_new_each_time() -> None:
+    draw = cpu_tensor_create._drawing(CPU)
+    assert not torch.equal(draw(3, 4), draw(3, 4))
 
-    def make(rows: int, columns: int, start: int, device: torch.device) -> torch.Tensor:
-        made.append(cpu_tensor_create.grid(rows, columns, start, device))
-        return made[-1]
 
-    with make_loop() as loop:
-        by_way_of_cpu, on_device = cpu_tensor_create._looks(loop, make)
-    by_way_of_cpu(torch.zeros(shape))
-    on_device(torch.zeros(shape))
-    bad, good = made
-    assert bad.shape == good.shape == (*(1, 1, *shape)[-2:], 2)
-    torch.testing.assert_close(good, bad + 1)  # no two calls in a row make the same
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((), (1, 1)), ((3,), (1, 3)), ((2, 4), (2, 4)), ((2, 3, 4, 5), (4, 5))], ids=str
+)
+def test_tables_are_of_the_size_of_what_they_stand_by(
+    shape: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    look = cpu_tensor_create._sized(cpu_tensor_create.attention_mask)
+    made = look(torch.zeros(shape))
+    assert isinstance(made, torch.Tensor)
+    assert made.shape == expected
 
 
 # -- a number -------------------------------------------------------------------------------------------

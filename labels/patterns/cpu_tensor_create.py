@@ -1,15 +1,14 @@
-"""A tensor is computed on the CPU in the step, and then copied to the GPU.
+"""A tensor is made on the CPU in the step, and then copied to the GPU.
 
-The values change from call to call, like those of a grid that is jittered or a schedule of noise levels, so
-that the remedy is to compute them on the device. What never changes should not be computed in the step at
-all, wherever: that is recomputed_constant.
+Tables that stay the same have a good form that leaves no event, a look-up, so nothing stands for them where a
+site is off; made on the device in every step they would be another pattern, recomputed_constant. Noise has to
+be drawn in every step, so where a site is off it is drawn on the device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import count
 from typing import TYPE_CHECKING
 
 from torchtraceap.labels.pattern import Loop, Pattern, Site, Stage, Variant, register
@@ -19,86 +18,87 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Make = Callable[[int, int, int, "torch.device"], "Tensor"]
-"""From rows, columns, a whole number that changes from call to call, and a device to a tensor there."""
-
-PERIOD = 8
+Make = Callable[[int, int], "Tensor"]
+"""From rows and columns to a tensor on the CPU."""
 
 STAGES: tuple[Stage, ...] = ("h2d", "forward")
 """Behind these a tensor of the input's size is made, and one of the output's."""
 
 
-def grid(rows: int, columns: int, start: int, device: torch.device) -> Tensor:
+def grid(rows: int, columns: int) -> Tensor:
     """Coordinates of every position, as for anchors or sampling points: shape (rows, columns, 2)."""
     import torch
 
-    y = torch.arange(start, start + rows, dtype=torch.float32, device=device)
-    x = torch.arange(start, start + columns, dtype=torch.float32, device=device)
-    return torch.stack(torch.meshgrid(y, x, indexing="ij"), -1)
+    y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return torch.stack([y, x], -1).float()
 
 
-def attention_mask(rows: int, columns: int, start: int, device: torch.device) -> Tensor:
-    """0 where row i may see column j <= i + start, else minus infinity: shape (rows, columns)."""
+def attention_mask(rows: int, columns: int) -> Tensor:
+    """0 where row i may see column j <= i, else minus infinity: shape (rows, columns)."""
     import torch
 
-    return torch.full((rows, columns), -math.inf, device=device).triu(1 + start)
+    return torch.full((rows, columns), -math.inf).triu(1)
 
 
-def sinusoids(rows: int, columns: int, start: int, device: torch.device) -> Tensor:
-    """Embeddings of the positions from ``start``: shape (rows, columns), one column more if they are odd."""
+def sinusoids(rows: int, columns: int) -> Tensor:
+    """Embeddings of positions: shape (rows, columns), with one column more if their number is odd."""
     import torch
 
     half = (columns + 1) // 2
-    positions = torch.arange(start, start + rows, dtype=torch.float32, device=device)
-    rates = torch.exp(torch.arange(half, device=device) * (-math.log(10_000) / half))
-    angles = torch.outer(positions, rates)
+    rates = torch.exp(torch.arange(half) * (-math.log(10_000) / half))
+    angles = torch.outer(torch.arange(rows).float(), rates)
     return torch.cat([angles.sin(), angles.cos()], 1)
 
 
-def _looks(loop: Loop, make: Make) -> tuple[Look, Look]:
-    """Make a tensor of the size of a tensor's last two dimensions: by way of the CPU, and on the device.
-
-    What is then done with it is the same in both arms, and left out.
-    """
-    import torch
-
-    calls = count()
-
-    def make_on(device: torch.device, like: Tensor) -> Tensor:
-        rows, columns = (1, 1, *like.shape)[-2:]
-        return make(rows, columns, next(calls) % PERIOD, device)
-
-    cpu = torch.device("cpu")
-    return lambda like: make_on(cpu, like).to(loop.device), lambda like: make_on(loop.device, like)
+def _sized(make: Callable[[int, int], Tensor]) -> Look:
+    """``make`` for the size of a tensor's last two dimensions. What is then done with it is left out."""
+    return lambda like: make(*(1, 1, *like.shape)[-2:])
 
 
-def _sites(loop: Loop, make: Make) -> list[Site]:
-    by_way_of_cpu, on_device = _looks(loop, make)
-    return watching_sites(loop, by_way_of_cpu, stages=STAGES, otherwise=on_device)
+def _table(loop: Loop, make: Make) -> list[Site]:
+    return watching_sites(
+        loop, _sized(lambda rows, columns: make(rows, columns).to(loop.device)), stages=STAGES
+    )
 
 
 def _grid(loop: Loop) -> list[Site]:
-    return _sites(loop, grid)
+    return _table(loop, grid)
 
 
 def _attention_mask(loop: Loop) -> list[Site]:
-    return _sites(loop, attention_mask)
+    return _table(loop, attention_mask)
 
 
 def _sinusoids(loop: Loop) -> list[Site]:
-    return _sites(loop, sinusoids)
+    return _table(loop, sinusoids)
 
 
-def _on_device(loop: Loop) -> list[Site]:
-    _, on_device = _looks(loop, grid)
-    return watching_sites(loop, on_device, stages=STAGES)
+def _drawing(device: torch.device) -> Make:
+    """Noise from a generator of its own: the model must draw the same numbers with and without."""
+    import torch
+
+    generator = torch.Generator(device)
+    return lambda rows, columns: torch.randn(rows, columns, generator=generator, device=device)
+
+
+def _noise(loop: Loop) -> list[Site]:
+    import torch
+
+    draw = _drawing(torch.device("cpu"))
+    return watching_sites(
+        loop,
+        _sized(lambda rows, columns: draw(rows, columns).to(loop.device)),
+        stages=STAGES,
+        otherwise=_sized(_drawing(loop.device)),
+    )
+
+
+def _noise_on_device(loop: Loop) -> list[Site]:
+    return watching_sites(loop, _sized(_drawing(loop.device)), stages=STAGES)
 
 
 def _stays_on_cpu(loop: Loop) -> list[Site]:
-    import torch
-
-    cpu = torch.device("cpu")
-    return watching_sites(loop, lambda like: grid(4, 4, like.ndim, cpu), stages=STAGES)
+    return watching_sites(loop, lambda like: grid(4, 4).sum(), stages=STAGES)
 
 
 register(
@@ -106,16 +106,15 @@ register(
         id="cpu_tensor_create",
         title="Tensor made on the CPU",
         definition=(
-            "A grid, a mask, an embedding of positions or the like is computed on the CPU in the middle of a "
-            "step and copied to the device (pageable_h2d: the batch; scalar_h2d: a number). The host takes "
-            "longer to compute it than the device, and the copy from pageable memory makes it wait until all "
-            "work queued so far is done."
+            "A grid, a mask, noise or the like is made on the CPU in the middle of a step and copied to the "
+            "device (pageable_h2d: the batch; scalar_h2d: a number). The host takes longer to make it than "
+            "the device, and the copy from pageable memory makes it wait for all work queued so far."
         ),
         scope="local",
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="marker",
         belongs=(
-            "CPU: the operators that compute the tensor, and the runtime calls of the copy with the wait. "
+            "CPU: the operators that make the tensor, and the runtime calls of the copy with the wait. "
             "GPU: the host-to-device copy."
         ),
         needs_gpu=True,
@@ -127,6 +126,7 @@ register(
                 _attention_mask,
                 max_sites=6,
             ),
+            Variant("noise", "Random numbers.", _noise, max_sites=6),
             Variant(
                 "sinusoids",
                 "Sines and cosines that embed positions.",
@@ -136,23 +136,22 @@ register(
             ),
         ),
         lookalikes=(
-            Variant("on_device", "The grid is made on the device.", _on_device, max_sites=6),
+            Variant("noise_on_device", "Random numbers, drawn on the device.", _noise_on_device, max_sites=6),
             Variant(
                 "stays_on_cpu",
-                "A small grid is made on the CPU for the host's own use.",
+                "A small grid is made on the CPU and not copied.",
                 _stays_on_cpu,
                 max_sites=6,
             ),
         ),
         remedy="""\
-grid = torch.stack(torch.meshgrid(
-    torch.arange(height, device=x.device),  # not torch.arange(height), and .to(x.device) at the end
-    torch.arange(width, device=x.device),
-    indexing="ij",
-), -1)
+noise = torch.randn(x.shape, device=x.device)  # not torch.randn(x.shape).to(x.device)
+
+# What stays the same: once, not in every step.
+model.register_buffer("grid", make_grid(height, width), persistent=False)
 
 # Where it has to be the CPU: pinned memory, and a copy that nobody waits for.
-noise = torch.randn(shape, generator=cpu_generator, pin_memory=True).to(device, non_blocking=True)
+noise = torch.randn(shape, generator=cpu_generator).pin_memory().to(device, non_blocking=True)
 """,
         references=(
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
