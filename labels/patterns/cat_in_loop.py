@@ -18,8 +18,8 @@ def _has_pieces(call: ModuleCall) -> bool:
     return max(call.in_shape) > 1 and max(call.out_shape) > 1
 
 
-def _sites(loop: Loop, gather: Callable[[tuple[Tensor, ...], int], Tensor]) -> list[Site]:
-    """``gather(pieces, dim)`` puts an activation together again.
+def _sites(loop: Loop, gather: Callable[[Tensor, int], Tensor]) -> list[Site]:
+    """``gather(x, dim)`` puts an activation together again from pieces along ``dim``.
 
     The samples are the pieces, or what else has several entries. A careful loop collects them in a list and
     copies them once; an activation that is there already needs no copy, so nothing stands for that.
@@ -31,7 +31,7 @@ def _sites(loop: Loop, gather: Callable[[tuple[Tensor, ...], int], Tensor]) -> l
         in_order = order == list(range(x.ndim)) or _is_channels_last(x)
         dense = x if in_order else x.permute(order)
         dim = next(dim for dim in range(x.ndim) if dense.shape[dim] > 1)
-        y = gather(dense.chunk(MAX_PIECES, dim), dim)
+        y = gather(dense, dim)
         return y if in_order else y.permute([order.index(dim) for dim in range(x.ndim)])
 
     return activation_sites(loop, body, suits=_has_pieces)
@@ -46,9 +46,9 @@ def _is_channels_last(x: Tensor) -> bool:
 def _cat(loop: Loop) -> list[Site]:
     import torch
 
-    def gather(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
-        y = pieces[0]
-        for piece in pieces[1:]:
+    def gather(x: Tensor, dim: int) -> Tensor:
+        y, *others = x.chunk(MAX_PIECES, dim)
+        for piece in others:
             y = torch.cat((y, piece), dim)
         return y
 
@@ -58,15 +58,15 @@ def _cat(loop: Loop) -> list[Site]:
 def _copy_into(loop: Loop) -> list[Site]:
     import torch
 
-    def gather(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
-        y = pieces[0]
-        for piece in pieces[1:]:
-            old = y.shape[dim]
-            shape = [*y.shape[:dim], old + piece.shape[dim], *y.shape[dim + 1 :]]
-            layout = torch.channels_last if _is_channels_last(piece) else torch.contiguous_format
+    def gather(x: Tensor, dim: int) -> Tensor:
+        layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+        y, *others = x.chunk(MAX_PIECES, dim)
+        for piece in others:
+            old, new = y.shape[dim], piece.shape[dim]
+            shape = [*y.shape[:dim], old + new, *y.shape[dim + 1 :]]
             grown = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=layout)
             grown.narrow(dim, 0, old).copy_(y)
-            grown.narrow(dim, old, piece.shape[dim]).copy_(piece)
+            grown.narrow(dim, old, new).copy_(piece)
             y = grown
         return y
 

@@ -63,12 +63,16 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0.0)
 
 
-def _like_fused(y: Tensor) -> Tensor:
-    """(batch, heads, queries, channels) in the fused kernels' layout, where the heads lie inside of queries.
+def _like_fused(y: Tensor, query: Tensor) -> Tensor:
+    """Lay out a result of four dimensions as the fused kernels do, in the order of the query's strides.
 
-    The model merges the heads next. The copy that this would take is the pattern's, and belongs inside of it.
+    Most models hold the heads of a token together, and merge them next. The copy that this would take here
+    is the pattern's, and so belongs inside of it.
     """
-    return y.transpose(1, 2).contiguous().transpose(1, 2) if y.ndim == 4 else y
+    order = sorted(range(y.ndim), key=query.stride, reverse=True)
+    if y.ndim != 4 or order == [0, 1, 2, 3]:
+        return y
+    return y.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
 
 def _share_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +100,7 @@ def _written_out(attend: Body) -> Body:
             key, value = _share_heads(query, key, value)
         mask = _causal_mask(query, key) if is_causal else attn_mask
         y: Tensor = attend(query, key, value, mask, query.shape[-1] ** -0.5 if scale is None else scale)
-        return _like_fused(y)
+        return _like_fused(y, query)
 
     return body
 
