@@ -155,8 +155,8 @@ noise = torch.randn(shape, generator=cpu_generator).pin_memory().to(device, non_
 """,
         references=(
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+            "https://github.com/open-mmlab/mmsegmentation/issues/3231",
             "https://github.com/Stability-AI/stablediffusion/pull/375",
-            "https://github.com/CompVis/stable-diffusion/pull/477",
         ),
     )
 )
