@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torchtraceap.labels.pattern import Body, Loop, Pattern, Site, Stage, StageSite, State, Variant, register
 
@@ -29,8 +30,9 @@ def _selects(name: str) -> bool:
 def _deterministic(*, fill: bool) -> Iterator[None]:
     """Deterministic algorithms where there are any; ``fill`` says whether new memory is filled too."""
     import torch
-    import torch.utils.deterministic as settings
+    from torch.utils import deterministic
 
+    settings: Any = deterministic  # its setting is a property, which its types do not show
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = settings.fill_uninitialized_memory

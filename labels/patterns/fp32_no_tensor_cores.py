@@ -49,15 +49,23 @@ def _no_autocast(loop: Loop) -> Iterator[None]:
         loop.autocast = autocast
 
 
-def _in_float32(loop: Loop) -> Body:
-    """A body for a module: without autocast, and its output has the input's type."""
+def _in_float32(loop: Loop, call: ModuleCall) -> ModuleSite:
+    """A module without autocast, whose output is cast to the type that it has while the site is off."""
     import torch
+
+    own: torch.dtype | None = None
 
     def body(original: Body, x: Tensor) -> Tensor:
         with torch.autocast(loop.device.type, enabled=False):
-            return original(x.float()).to(x.dtype)
+            return original(x.float()).to(own or x.dtype)
 
-    return body
+    def otherwise(original: Body, x: Tensor) -> Tensor:
+        nonlocal own
+        y = original(x)
+        own = y.dtype  # known before the site is ever on: a session warms up with all sites off
+        return y
+
+    return ModuleSite(call, body, otherwise=otherwise)
 
 
 def _whole_step(loop: Loop) -> list[Site]:
@@ -95,13 +103,12 @@ def _blocks(loop: Loop) -> list[Site]:
     stages: list[Site] = [StageSite(name, stage, where="inside") for name in ("forward", "backward")]
     calls = _outermost([call for call in loop.module_calls() if _multiplies(call)])
     largest = sorted(calls, key=size, reverse=True)[: MAX_CANDIDATES - len(stages)]
-    body = _in_float32(loop)
-    return [*stages, *(ModuleSite(call, body) for call in largest)] if largest else []
+    return [*stages, *(_in_float32(loop, call) for call in largest)] if largest else []
 
 
 def _head(loop: Loop) -> list[Site]:
     layers = [call for call in loop.module_calls() if call.leaves == 1 and _multiplies(call)]
-    return [ModuleSite(call, _in_float32(loop)) for call in layers[-1:]]
+    return [_in_float32(loop, call) for call in layers[-1:]]
 
 
 def _loss(loop: Loop) -> list[Site]:
@@ -152,7 +159,7 @@ register(
             ),
             Variant(
                 "blocks",
-                "Autocast is on, but the model's largest parts leave it and cast their inputs to float32.",
+                "Autocast is on, but the model's largest parts leave it, with casts at their borders.",
                 _blocks,
                 heldout=True,
                 together=True,

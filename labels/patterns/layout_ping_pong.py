@@ -42,10 +42,13 @@ def _other(order: Order) -> Order:
     return (0, *plain[2:], 1) if order == plain else plain
 
 
+def _inverse(order: Order) -> Order:
+    return tuple(sorted(range(len(order)), key=lambda dim: order[dim]))
+
+
 def _copied(x: Tensor, order: Order) -> Tensor:
     """``x`` with its dimensions in ``order`` in memory; a copy, if they are not."""
-    inverse = sorted(range(x.ndim), key=lambda dim: order[dim])
-    return x.permute(order).contiguous().permute(inverse)
+    return x.permute(order).contiguous().permute(_inverse(order))
 
 
 def _permute(loop: Loop) -> list[Site]:
@@ -61,12 +64,12 @@ def _memory_format(loop: Loop) -> list[Site]:
 
     def body(x: Tensor) -> Tensor:
         order = _order(x)
-        if order == (0, 1, 2, 3):
-            return x.to(memory_format=torch.channels_last).to(memory_format=torch.contiguous_format)
-        y = x.to(memory_format=torch.contiguous_format)
-        # A permuted view may have any order; it has it afterwards too.
-        is_last = order == (0, 2, 3, 1)
-        return y.to(memory_format=torch.channels_last) if is_last else _copied(y, order)
+        if order == (0, 2, 3, 1):
+            return x.to(memory_format=torch.contiguous_format).to(memory_format=torch.channels_last)
+        y = x.to(memory_format=torch.channels_last)
+        # ``to`` takes any order but channels last for contiguous; a permuted view gets back its own.
+        plain = order == (0, 1, 2, 3)
+        return y.to(memory_format=torch.contiguous_format) if plain else _copied(y, order)
 
     return activation_sites(loop, body, suits=_is_image)
 
@@ -75,12 +78,11 @@ def _copy_into(loop: Loop) -> list[Site]:
     import torch
 
     def body(x: Tensor) -> Tensor:
-        order = _order(x)
-        other = _other(order)
-        shape = [x.shape[dim] for dim in other]
-        inverse = sorted(range(x.ndim), key=lambda dim: other[dim])
-        there = torch.empty(shape, dtype=x.dtype, device=x.device).permute(inverse).copy_(x)
-        return torch.empty_like(x, requires_grad=False).copy_(there)
+        other = _other(_order(x))
+        source = x.permute(other)
+        # Not into a permuted view: the backward of a write through a view copies the gradient once more.
+        there = torch.empty(source.shape, dtype=x.dtype, device=x.device).copy_(source)
+        return torch.empty_like(x, requires_grad=False).copy_(there.permute(_inverse(other)))
 
     return _sites(loop, body)
 

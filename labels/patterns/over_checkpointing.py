@@ -26,8 +26,8 @@ def _is_repeatable(call: ModuleCall) -> bool:
 
 
 def _is_block(call: ModuleCall) -> bool:
-    has_parameters = next(call.module.parameters(), None) is not None
-    return _is_repeatable(call) and has_parameters and MIN_LEAVES <= call.leaves <= MAX_LEAVES
+    learns = any(p.requires_grad for p in call.module.parameters())  # else nothing may need recomputing
+    return _is_repeatable(call) and learns and MIN_LEAVES <= call.leaves <= MAX_LEAVES
 
 
 def _is_cheap(call: ModuleCall) -> bool:
@@ -61,10 +61,6 @@ def _checkpoint(run: Callable[[Tensor], Tensor], x: Tensor, *, reentrant: bool =
     return checkpoint(run, x, use_reentrant=reentrant, preserve_rng_state=False)
 
 
-def _nested_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return _checkpoint(lambda x: _checkpoint(run, x), x)
-
-
 def _reentrant_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     # The older kind gives no gradients at all if its input needs none, as at the first block of a model.
     return _checkpoint(run, x, reentrant=x.requires_grad)
@@ -72,10 +68,6 @@ def _reentrant_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _blocks(loop: Loop) -> list[Site]:
     return _sites(loop, _checkpoint)
-
-
-def _nested(loop: Loop) -> list[Site]:
-    return _sites(loop, _nested_checkpoint)
 
 
 def _reentrant(loop: Loop) -> list[Site]:
@@ -104,17 +96,11 @@ register(
         ),
         modes=frozenset({"train"}),
         precondition=(
-            f"A block of {MIN_LEAVES} to {MAX_LEAVES} leaves, with parameters, that updates no buffers, "
-            "draws no random numbers and does not write to its input."
+            f"A block of {MIN_LEAVES} to {MAX_LEAVES} leaves, with trained parameters, that updates no "
+            "buffers, draws no random numbers and does not write to its input."
         ),
         variants=(
             Variant("blocks", "checkpoint(block, x, use_reentrant=False).", _blocks, max_sites=12),
-            Variant(
-                "nested",
-                "A checkpoint in a checkpoint: the block is recomputed twice.",
-                _nested,
-                max_sites=8,
-            ),
             Variant(
                 "reentrant",
                 "The older checkpoint, use_reentrant=True, wherever the input needs a gradient.",
