@@ -14,6 +14,9 @@ OVERHANG_NS = 1_000
 """A child may outlast its parent by so much: in traces of whole microseconds, start and duration are rounded
 each by itself, so that a true child seems to end up to 1 us late."""
 
+NODES = 3
+"""An op records at most so many nodes of autograd's graph: an in-place copy into a slice makes two."""
+
 
 def enclosing(lane: IntArray, start_ns: IntArray, dur_ns: IntArray) -> NDArray[np.int32]:
     """Innermost event of the same lane that encloses each event, -1 for none.
@@ -64,6 +67,9 @@ def forward_ops(start_ns: IntArray, sequence: IntArray, forward_thread: IntArray
     which show the number that the next op will take. The one that starts last recorded the gradient. It is
     sought among those that started before the backward op, and among all if there is none.
 
+    An op that records several nodes shows the number of the first (a copy into a slice makes its own node,
+    then ``CopySlices``). So a number that no forward op shows belongs to the op with the next lower one.
+
     Numbers count by thread. Forward passes of several threads (``DataParallel``) cannot be told apart: the
     profiler's numbers of forward threads are nowhere else in the file.
     """
@@ -76,7 +82,11 @@ def forward_ops(start_ns: IntArray, sequence: IntArray, forward_thread: IntArray
     for rows in recorded.values():
         rows.sort()
     for row in np.flatnonzero((sequence >= 0) & (forward_thread > 0)).tolist():
-        if candidates := recorded.get(numbers[row]):
-            # Slot 0 (nothing before the backward op) wraps around to the last of all.
-            forward[row] = candidates[bisect_right(candidates, (starts[row], -1)) - 1][1]
+        for behind in range(NODES):
+            candidates = recorded.get(numbers[row] - behind, [])
+            # Slot -1 (nothing before the backward op) is the last of all.
+            slot = bisect_right(candidates, (starts[row], -1)) - 1
+            if candidates and (slot >= 0 or not behind):
+                forward[row] = candidates[slot][1]
+                break
     return forward

@@ -356,6 +356,17 @@ def test_forward_op_is_the_latest_one_before_the_backward_op():
     assert forward_ops(np.array([9, 5]), np.array([1, 1]), np.array([0, 1])).tolist() == [-1, 0]
 
 
+def test_forward_op_of_a_second_node_is_the_one_with_the_next_lower_number():
+    #                 copy_  mul  backward of mul, of copy_ (CopySlices), of copy_, of what came before all
+    start = np.array([10, 20, 50, 60, 70, 30])
+    sequence = np.array([4, 7, 7, 5, 4, 3])
+    thread = np.array([0, 0, 1, 1, 1, 1])
+    assert forward_ops(start, sequence, thread).tolist() == [-1, -1, 1, 0, 0, -1]
+    # An op that starts later cannot be the one, nor one whose number is far away.
+    assert forward_ops(np.array([9, 5]), np.array([1, 2]), np.array([0, 1])).tolist() == [-1, -1]
+    assert forward_ops(np.array([1, 5]), np.array([1, 9]), np.array([0, 1])).tolist() == [-1, -1]
+
+
 # Damage.
 
 
