@@ -60,6 +60,10 @@ format: env ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+.PHONY: docs
+docs: env ## write docs/patterns.md from the catalogue
+	$(BIN)/traceap patterns list --markdown > docs/patterns.md
+
 .PHONY: demo
 demo: env ## collect, label, build, detect and score on this machine (minutes)
 	$(BIN)/traceap demo --resume

@@ -10,6 +10,9 @@ from torchtraceap import console
 from torchtraceap.commands._options import Json
 from torchtraceap.errors import UserError
 
+FACTS = ("group", "scope", "lanes", "mechanism", "needs", "modes", "precondition", "belongs")
+"""What ``patterns show`` prints in a line each."""
+
 zoo = typer.Typer(help="Models that traces are collected from.")
 patterns = typer.Typer(help="Anti-patterns: definition, mechanism, remedy.")
 detectors = typer.Typer(help="Detectors that ship with the scorer.")
@@ -64,10 +67,19 @@ def zoo_list(
 
 
 @patterns.command("list", epilog="Example: traceap patterns list")
-def patterns_list(as_json: Json = False) -> None:
+def patterns_list(
+    as_json: Json = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/patterns.md, with all facts.")
+    ] = False,
+) -> None:
     """List the anti-patterns."""
+    from torchtraceap.labels.catalogue import page
     from torchtraceap.labels.pattern import PATTERNS
 
+    if markdown:
+        print(page(), end="")
+        return
     rows = [_pattern(pattern) for pattern in PATTERNS]
     if as_json:
         console.emit_json(rows)
@@ -94,23 +106,26 @@ def patterns_show(
     if as_json:
         console.emit_json(row)
         return
-    line = console.out().print
-    line(f"[bold]{console.safe(row['id'])}[/]: {console.safe(row['title'])}\n")
-    line(console.safe(row["definition"]) + "\n")
-    for name in ("scope", "lanes", "modes", "mechanism", "belongs", "precondition"):
+    _line(f"{row['id']}: {row['title']}\n", style="bold")
+    _line(row["definition"] + "\n")
+    for name in FACTS:
         value = row[name]
-        line(f"{name:<13}{console.safe(', '.join(value) if isinstance(value, list) else value)}")
+        _line(f"{name:<13}{', '.join(value) if isinstance(value, list) else value}")
     for name in ("variants", "lookalikes"):
-        line(f"\n[bold]{name}[/]")
+        _line(f"\n{name}", style="bold")
         for variant in row[name]:
             heldout = " (held out of training)" if variant["heldout"] else ""
-            line(f"  {console.safe(variant['name'])}{heldout}: {console.safe(variant['summary'])}")
-    line("\n[bold]remedy[/]")
-    for text in row["remedy"].splitlines():
-        line("  " + console.safe(text), soft_wrap=True)
-    line("\n[bold]references[/]")
-    for reference in row["references"]:
-        line("  " + console.safe(reference), soft_wrap=True)
+            _line(f"  {variant['name']}{heldout}: {variant['summary']}")
+    for name, lines in (("remedy", row["remedy"].splitlines()), ("references", row["references"])):
+        _line(f"\n{name}", style="bold")
+        for text in lines:
+            _line("  " + text, soft_wrap=True)
+
+
+def _line(text: str, **style: Any) -> None:
+    """Print text that may look like markup but is code."""
+    shown = "\n".join(map(console.visible, text.split("\n")))
+    console.out().print(shown, markup=False, emoji=False, **style)
 
 
 @detectors.command("list", epilog="Example: traceap detectors list")
@@ -132,11 +147,14 @@ def detectors_list(as_json: Json = False) -> None:
 
 def _pattern(pattern: Any) -> dict[str, Any]:
     """The facts of a pattern as JSON values, without its functions."""
+    from torchtraceap.labels.catalogue import group_of, needs
+
     facts = (
-        "id", "title", "definition", "scope", "mechanism", "belongs", "precondition", "needs_gpu",
+        "id", "title", "definition", "scope", "mechanism", "belongs", "precondition", "needs_gpu", "runtime",
         "native_risk", "remedy",
     )  # fmt: skip
     row: dict[str, Any] = {name: getattr(pattern, name) for name in facts}
+    row |= {"group": group_of(pattern.id), "needs": needs(pattern)}
     row |= {"lanes": sorted(pattern.lanes), "modes": sorted(pattern.modes)}
     row["references"] = list(pattern.references)
     for kind in ("variants", "lookalikes"):
