@@ -119,7 +119,7 @@ register(
         scope="step",
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="marker",
-        belongs="The optimizer stage: its operators, their runtime calls and kernels.",
+        belongs="The optimizer's step, without zero_grad: its operators, their runtime calls and kernels.",
         modes=frozenset({"train"}),
         precondition="hand_written: AdamW or SGD without amsgrad and maximize.",
         variants=(
