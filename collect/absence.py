@@ -9,7 +9,7 @@ outputs. A tensor that was met for the first time as an input (a parameter, a bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -34,7 +34,7 @@ _MATRIX = frozenset(
 _CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
 
 
-def same_copies(calls: Iterable[Call]) -> bool:
+def lacks_same_copies(calls: Iterable[Call]) -> bool:
     """No copy has the type, strides and device of its source."""
     for call in calls:
         if _name(call) in ("_to_copy", "copy_", "clone") and call.inputs:
@@ -45,7 +45,7 @@ def same_copies(calls: Iterable[Call]) -> bool:
     return True
 
 
-def cast_round_trips(calls: Iterable[Call]) -> bool:
+def lacks_cast_round_trips(calls: Iterable[Call]) -> bool:
     """No floating value is cast back to the type that it had at most ``CAST_REACH`` operators before.
 
     A weight in a narrower type is no round trip of what is computed with it.
@@ -67,7 +67,7 @@ def cast_round_trips(calls: Iterable[Call]) -> bool:
     return True
 
 
-def layout_changes(calls: Iterable[Call]) -> bool:
+def lacks_layout_round_trips(calls: Iterable[Call]) -> bool:
     """No value is copied into another order in memory twice, whatever happens to it in between."""
     changed: set[int] = set()
     for call in calls:
@@ -83,7 +83,7 @@ def layout_changes(calls: Iterable[Call]) -> bool:
     return True
 
 
-def unaligned_channels(calls: Iterable[Call]) -> bool:
+def lacks_unaligned_channels(calls: Iterable[Call]) -> bool:
     """All matrix products and convolutions in half precision have channels that are multiples of 8.
 
     Channels are the inner dimension and the columns of a product, input and output channels of a convolution
@@ -92,7 +92,7 @@ def unaligned_channels(calls: Iterable[Call]) -> bool:
     return all(channels % ALIGNMENT == 0 for call in calls for channels in _channels(call))
 
 
-def fp32_products(calls: Iterable[Call]) -> bool:
+def lacks_fp32_products(calls: Iterable[Call]) -> bool:
     """All matrix products, convolutions and fused attention run in half precision."""
     return all(
         value.dtype in HALF
@@ -102,7 +102,7 @@ def fp32_products(calls: Iterable[Call]) -> bool:
     )
 
 
-def unfused_attention(calls: Iterable[Call]) -> bool:
+def lacks_unfused_attention(calls: Iterable[Call]) -> bool:
     """No product takes what a softmax (or an exponential) gave, but for operators that are no products."""
     weights: set[int] = set()
     for call in calls:
@@ -116,7 +116,7 @@ def unfused_attention(calls: Iterable[Call]) -> bool:
     return True
 
 
-def elementwise_chains(calls: Iterable[Call]) -> bool:
+def lacks_elementwise_chains(calls: Iterable[Call]) -> bool:
     """Fewer than ``CHAIN`` elementwise operators on floating tensors follow from each other in a row.
 
     Casts, views and reductions between them neither count nor end a row; any other operator does. What
@@ -139,7 +139,7 @@ def elementwise_chains(calls: Iterable[Call]) -> bool:
     return True
 
 
-def growing_cats(calls: Iterable[Call]) -> bool:
+def lacks_growing_cats(calls: Iterable[Call]) -> bool:
     """No concatenation takes a tensor that another took or gave, views and elementwise operators aside."""
     taken: set[int] = set()
     for call in calls:
@@ -153,7 +153,7 @@ def growing_cats(calls: Iterable[Call]) -> bool:
     return True
 
 
-def constants(calls: Iterable[Call], batch: Iterable[int]) -> bool:
+def lacks_constants(calls: Iterable[Call], batch: Iterable[int]) -> bool:
     """Nothing of more than a few elements is computed of anything but the batch and random numbers.
 
     Neither factories (arange, zeros, full ...) nor work on parameters and buffers alone; their views and
@@ -171,29 +171,29 @@ def constants(calls: Iterable[Call], batch: Iterable[int]) -> bool:
 
 
 def absent(seen: Recording, doubled: Recording, device_type: str) -> frozenset[str]:
-    """Patterns that the forward pass and loss of a step do not hold.
+    """Patterns that a step does not hold, most of them looked for in its forward pass and loss.
 
     Args:
-        seen: A step.
-        doubled: The same with twice the batch.
+        seen: A step with its backward pass.
+        doubled: The forward pass and loss of twice the batch.
         device_type: Where it ran; of types and alignments for tensor cores a CPU tells nothing.
     """
     calls = _forward(seen)
-    checks: dict[str, Callable[[Sequence[Call]], bool]] = {
-        "cat_in_loop": growing_cats,
-        "dtype_ping_pong": cast_round_trips,
-        "layout_ping_pong": layout_changes,
-        "recomputed_constant": lambda calls: constants(calls, seen.batch),
-        "redundant_copy": same_copies,
-        "unfused_attention": unfused_attention,
-        "unfused_elementwise": elementwise_chains,
+    evidence = {
+        "cache_flush": not seen.empties_cache,
+        "cat_in_loop": lacks_growing_cats(calls),
+        "dtype_ping_pong": lacks_cast_round_trips(calls),
+        "fp32_no_tensor_cores": device_type != "cpu" and lacks_fp32_products(calls),
+        "layout_ping_pong": lacks_layout_round_trips(calls),
+        "misaligned_channels": device_type != "cpu" and lacks_unaligned_channels(calls),
+        "over_checkpointing": not seen.recomputes,
+        "python_loop_over_batch": len(_forward(doubled)) == len(calls),
+        "recomputed_constant": lacks_constants(calls, seen.batch),
+        "redundant_copy": lacks_same_copies(calls),
+        "unfused_attention": lacks_unfused_attention(calls),
+        "unfused_elementwise": lacks_elementwise_chains(calls),
     }
-    if device_type != "cpu":
-        checks |= {"fp32_no_tensor_cores": fp32_products, "misaligned_channels": unaligned_channels}
-    found = {pattern for pattern, holds_none in checks.items() if holds_none(calls)}
-    if len(_forward(doubled)) == len(calls):
-        found.add("python_loop_over_batch")
-    return frozenset(found)
+    return frozenset(pattern for pattern, holds_none in evidence.items() if holds_none)
 
 
 def _forward(seen: Recording) -> list[Call]:

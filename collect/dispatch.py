@@ -5,8 +5,8 @@ with its arguments, and runs it under ``torch.cuda.set_sync_debug_mode("error")`
 the device raises before it does, is noted and is run again without. (The mode "warn" reports the same calls,
 but only when the outermost Python binding returns, by when several operators may have run.)
 
-Three kinds of wait are invisible to debug mode, and are noted otherwise: calls of ``synchronize`` by where
-they are called; copies from pageable memory, which the driver stages while the host waits, by the memory of
+Three kinds of wait are invisible to debug mode, and are noted otherwise: calls of ``synchronize``, by
+replacing it; copies from pageable memory, which the driver stages while the host waits, by the memory of
 their source; and the copy inside of ``torch.tensor(data, device=...)``, which is not dispatched, by the
 ``lift_fresh`` on its result.
 """
@@ -96,11 +96,21 @@ class Wait:
 
 @dataclass
 class Recording:
-    """What one step dispatched, in order. ``batch`` holds the numbers of the batch's tensors."""
+    """What one step dispatched, in order.
+
+    Attributes:
+        calls: The operators.
+        waits: Those of them, and the calls of ``synchronize``, that made the host wait.
+        batch: Numbers of the batch's tensors.
+        recomputes: Whether the backward pass ran operators whose gradient is needed, as a checkpoint does.
+        empties_cache: Whether the allocator's cache was emptied.
+    """
 
     calls: list[Call] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     batch: set[int] = field(default_factory=set)
+    recomputes: bool = False
+    empties_cache: bool = False
 
 
 def record(
@@ -123,7 +133,7 @@ def record(
     mode = Recorder(loop.device)
     network, loop.network = loop.network, loop.model
     try:
-        with loop.state_kept(), _synchronize_watched(mode.recording.waits):
+        with loop.state_kept(), _watched(mode.recording):
             loop.stages["data"](state)
             with mode.at("h2d"):
                 loop.stages["h2d"](state)
@@ -180,6 +190,9 @@ class Recorder(TorchDispatchMode):
         out, waited = run_noting_wait(func, args, kwargs, self.device)
         call = Call(func, self.stage, before, tuple(map(self._value, _tensors(out))))
         self.recording.calls.append(call)
+        # Autograd's own operators run without a gradient, but for the one that makes the first.
+        if self.stage == "backward" and torch.is_grad_enabled() and call.name != "aten::ones_like":
+            self.recording.recomputes = True
         if waited or _copies_from_pageable(call, inputs):
             self.recording.waits.append(Wait(call.name, waiting_pattern(call)))
         elif call.name == "aten::lift_fresh" and call.outputs[0].device != "cpu":
@@ -249,25 +262,38 @@ def _copies_from_pageable(call: Call, inputs: list[torch.Tensor]) -> bool:
 
 
 @contextmanager
-def _synchronize_watched(waits: list[Wait]) -> Iterator[None]:
-    """Note every call of ``synchronize`` of the device, a stream or an event, which debug mode may not."""
-    owners: tuple[Any, ...] = (torch.cuda, torch.accelerator, torch.cuda.Stream, torch.cuda.Event)
-    originals = [owner.synchronize for owner in owners]
+def _watched(recording: Recording) -> Iterator[None]:
+    """Note calls of the device that dispatch nothing."""
 
-    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
-        def synchronize(*args: Any, **kwargs: Any) -> Any:
-            waits.append(Wait(EXPLICIT, "explicit_synchronize"))
+    def waits() -> None:
+        recording.waits.append(Wait(EXPLICIT, "explicit_synchronize"))
+
+    def empties() -> None:
+        recording.empties_cache = True
+
+    def watch(note: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            note()
             return original(*args, **kwargs)
 
-        return synchronize
+        return watched
 
-    for owner, original in zip(owners, originals, strict=True):
-        owner.synchronize = watch(original)
+    owners: list[tuple[Any, str, Callable[[], None]]] = [
+        (torch.cuda, "synchronize", waits),
+        (torch.cuda.Stream, "synchronize", waits),
+        (torch.cuda.Event, "synchronize", waits),
+        (torch.accelerator, "synchronize", waits),
+        (torch.cuda, "empty_cache", empties),
+        (torch.accelerator, "empty_cache", empties),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in owners]
+    for (owner, name, note), original in zip(owners, originals, strict=True):
+        setattr(owner, name, watch(note, original))
     try:
         yield
     finally:
-        for owner, original in zip(owners, originals, strict=True):
-            owner.synchronize = original
+        for (owner, name, _), original in zip(owners, originals, strict=True):
+            setattr(owner, name, original)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,8 @@
 Only where every instance is known can a further prediction be called a false alarm. What is found here is
 conservative: without proof a pattern is left out, and predictions of it are then not counted.
 
-* Loop-level patterns (``Pattern.native_risk`` is False): the loop is ours.
+* Loop-level patterns (``Pattern.native_risk`` is False): the loop is ours. So are compilation and ranks, and
+  without them there is no pattern of them.
 * Waiting patterns: all natives of the trace are labelled and agree with the survey (collect/native.py).
 * Model-level patterns: what a clean step dispatches holds nothing like them (collect/absence.py).
 * Without a GPU, everything that needs one.
@@ -18,9 +19,12 @@ import torch
 from torchtraceap.collect.absence import absent
 from torchtraceap.collect.dispatch import WAITING, Wait, record
 from torchtraceap.collect.loop import DISTINCT_BATCHES, TrainingLoop
-from torchtraceap.collect.native import Natives, natives
+from torchtraceap.collect.native import RUNTIME_CATEGORIES, Natives, natives
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels.pattern import PATTERNS
+
+ALLOCATIONS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
+"""Beginnings of the names of runtime calls that take memory from the driver or give it back."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Survey:
     """What clean steps showed.
 
     Attributes:
-        absent: Patterns that the forward pass and loss do not hold.
+        absent: Patterns that they do not hold.
         waits: For each surveyed step the operators that made the host wait, in order.
     """
 
@@ -47,7 +51,8 @@ def survey(loop: TrainingLoop) -> Survey:
     steps = [first.waits]
     if first.waits:
         steps += [record(loop).waits for _ in range(DISTINCT_BATCHES - 1)]
-    return Survey(absent(first, doubled, loop.device.type), steps)
+    elsewhere = {pattern.id for pattern in PATTERNS if pattern.runtime not in ("eager", loop.runtime)}
+    return Survey(absent(first, doubled, loop.device.type) | elsewhere, steps)
 
 
 def absent_by_dispatch(loop: TrainingLoop) -> set[str]:
@@ -70,19 +75,23 @@ def exhaustive(
     if has_gpu:
         found = found or natives([], trace, [])
         known |= WAITING - found.unknown
-        known -= _in_doubt(trace)
+        known -= _in_doubt(trace, found)
     else:
         known |= WAITING | {pattern.id for pattern in PATTERNS if pattern.needs_gpu}
     return sorted(known & set(PATTERNS.names()))
 
 
-def _in_doubt(trace: Trace) -> set[str]:
-    """Patterns for which the trace itself speaks, or on which it is silent."""
+def _in_doubt(trace: Trace, found: Natives) -> set[str]:
+    """Patterns that the trace itself speaks for, or on which it is silent."""
     doubt = set()
     to_device = [op.name for op in trace.ops if op.category == "gpu_memcpy" and "HtoD" in op.name]
     if not (to_device and all("Pinned" in name or "Pageable" in name for name in to_device)):
         doubt.add("pageable_h2d")  # nothing tells from what memory copies came
+    if any(instance.pattern == "cpu_tensor_create" for instance in found.instances):
+        doubt.add("cpu_tensor_create")  # the copies are labelled, but not what made their sources
     kernels = [op.name for op in trace.ops if op.category == "kernel"]
     if any("nchwToNhwc" in name for name in kernels) and any("nhwcToNchw" in name for name in kernels):
         doubt.add("layout_ping_pong")  # cuDNN converts around a convolution, below what is dispatched
+    if any(op.category in RUNTIME_CATEGORIES and op.name.startswith(ALLOCATIONS) for op in trace.ops):
+        doubt.add("cache_flush")  # memory comes and goes for some other reason
     return doubt

@@ -29,14 +29,21 @@ LIFT = "aten::lift_fresh"
 
 def would_block(call: Call) -> bool:
     """Whether the host would have to know the result's value or shape."""
-    if call.name == "aten::index":
-        return any(value.dtype in (torch.bool, torch.uint8) for value in call.inputs[1:])
+    name = call.name.removeprefix("aten::").strip("_")
+    if name == "index":
+        return _has_mask(call)
+    if name in ("index_put", "index_put_impl"):
+        return _has_mask(call) and call.inputs[-1].numel > 1  # one value: masked_fill
     tags = call.func.tags
     return (
         torch.Tag.data_dependent_output in tags
         or torch.Tag.dynamic_output_shape in tags
-        or call.name == "torchvision::nms"
+        or name == "torchvision::nms"
     )
+
+
+def _has_mask(call: Call) -> bool:
+    return any(value.dtype in (torch.bool, torch.uint8) for value in call.inputs[1:])
 
 
 def count(calls: Iterable[Call]) -> Counter[str]:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from torchtraceap.collect import absence, dispatch
 from torchtraceap.collect.dispatch import EXPLICIT, WAITING, Call, Recorder, Value, Wait, record
-from torchtraceap.collect.evidence import Survey, exhaustive, survey
+from torchtraceap.collect.evidence import exhaustive, survey
 from torchtraceap.collect.labelling import segments_of
 from torchtraceap.collect.loop import DISTINCT_BATCHES, TrainingLoop
 from torchtraceap.collect.native import natives, unpaired, waits
@@ -33,9 +34,11 @@ from torchtraceap.labels.types import Instance, Segment
 
 CPU = torch.device("cpu")
 BY_DISPATCH = {
+    "cache_flush",
     "cat_in_loop",
     "dtype_ping_pong",
     "layout_ping_pong",
+    "over_checkpointing",
     "python_loop_over_batch",
     "recomputed_constant",
     "redundant_copy",
@@ -64,6 +67,11 @@ def loop_of(change: Change, mode: Mode = "train") -> TrainingLoop:
     return tiny.WithoutWorkers(tiny.spec(lambda: Net(change)), mode, 4, CPU, secret="s", seed=1)
 
 
+def absent(loop: TrainingLoop) -> frozenset[str]:
+    """What the survey shows, but for what an eager loop on one device cannot hold."""
+    return survey(loop).absent - {pattern.id for pattern in PATTERNS if pattern.runtime != "eager"}
+
+
 # -- absence, from what is dispatched -----------------------------------------------------------------
 
 
@@ -85,7 +93,7 @@ def loop_of(change: Change, mode: Mode = "train") -> TrainingLoop:
     ],
 )
 def test_clean(change: Change, mode: Mode) -> None:
-    assert survey(loop_of(change, mode)).absent == BY_DISPATCH
+    assert absent(loop_of(change, mode)) == BY_DISPATCH
 
 
 def _grow(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +155,7 @@ def _layer_norm(x: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_found(change: Change, patterns: str, mode: Mode) -> None:
-    assert survey(loop_of(change, mode)).absent == BY_DISPATCH - set(patterns.split())
+    assert absent(loop_of(change, mode)) == BY_DISPATCH - set(patterns.split())
 
 
 def test_work_on_parameters_alone_is_a_recomputed_constant() -> None:
@@ -156,7 +164,7 @@ def test_work_on_parameters_alone_is_a_recomputed_constant() -> None:
             return functional.conv2d(x, self.weight - self.weight.mean())
 
     layer = Standardised(8, 8, 1)
-    assert survey(loop_of(layer, "infer")).absent == BY_DISPATCH - {"recomputed_constant"}
+    assert absent(loop_of(layer, "infer")) == BY_DISPATCH - {"recomputed_constant"}
 
 
 class Autocast(tiny.WithoutWorkers):
@@ -168,12 +176,12 @@ class Autocast(tiny.WithoutWorkers):
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_autocast_of_weights_is_no_round_trip(mode: Mode) -> None:
-    def absent(change: Change) -> bool:
+    def never(change: Change) -> bool:
         loop = Autocast(tiny.spec(lambda: Net(change)), mode, 4, CPU, secret="s", seed=1)
         return "dtype_ping_pong" in survey(loop).absent
 
-    assert absent(lambda x: x.relu())  # the head gives bfloat16, which the loss takes as float32
-    assert not absent(lambda x: x.float().bfloat16())
+    assert never(lambda x: x.relu())  # the head gives bfloat16, which the loss takes as float32
+    assert not never(lambda x: x.float().bfloat16())
 
 
 def test_the_loss_is_looked_at_too() -> None:
@@ -183,6 +191,34 @@ def test_the_loss_is_looked_at_too() -> None:
 
     loop = tiny.WithoutWorkers(tiny.spec(adapter=CopiesInLoss()), "train", 4, CPU, secret="s", seed=1)
     assert "redundant_copy" not in survey(loop).absent
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_in_the_backward_pass(use_reentrant: bool) -> None:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(torch.tanh, x, use_reentrant=use_reentrant)
+        return y
+
+    assert absent(loop_of(change)) == BY_DISPATCH - {"over_checkpointing"}
+    assert absent(loop_of(change, "infer")) == BY_DISPATCH
+
+
+def test_an_emptied_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.empty_cache()
+        return x
+
+    assert absent(loop_of(change)) == BY_DISPATCH - {"cache_flush"}
+
+
+def test_other_runtimes_have_patterns_of_their_own() -> None:
+    loop = loop_of(torch.relu)
+    distributed = {pattern.id for pattern in PATTERNS if pattern.runtime == "distributed"}
+    assert distributed <= survey(loop).absent
+    loop.runtime = "distributed"
+    assert not distributed & survey(loop).absent
 
 
 def test_looking_leaves_no_trace() -> None:
@@ -224,14 +260,16 @@ def tensor(*shape: int) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_aligned_channels(work: Callable[[], object], aligned: bool) -> None:
-    assert absence.unaligned_channels(calls_of(work)) is aligned
+    assert absence.lacks_unaligned_channels(calls_of(work)) is aligned
 
 
 def test_types_of_products() -> None:
-    assert absence.fp32_products(calls_of(lambda: (tensor(8, 8) @ tensor(8, 8)).float().relu()))
-    assert not absence.fp32_products(calls_of(lambda: tensor(8, 8).float() @ tensor(8, 8).float()))
+    assert absence.lacks_fp32_products(calls_of(lambda: (tensor(8, 8) @ tensor(8, 8)).float().relu()))
+    assert not absence.lacks_fp32_products(calls_of(lambda: tensor(8, 8).float() @ tensor(8, 8).float()))
     image = torch.zeros(1, 8, 4, 4)
-    assert not absence.fp32_products(calls_of(lambda: functional.conv2d(image, torch.zeros(8, 8, 1, 1))))
+    assert not absence.lacks_fp32_products(
+        calls_of(lambda: functional.conv2d(image, torch.zeros(8, 8, 1, 1)))
+    )
 
 
 # -- waits, from what is dispatched -------------------------------------------------------------------
@@ -351,9 +389,12 @@ def test_operators_that_would_block_on_a_gpu() -> None:
         x[torch.arange(2)].sum().item()
         x.nonzero()
         torch.unique(x).relu()
+        x[x > 1] = 0.0
+        x[x == 0] = torch.tensor([1.0, 1.0])
 
     assert count(calls_of(work)) == {
-        "aten::index": 1, "aten::_local_scalar_dense": 1, "aten::nonzero": 1, "aten::_unique2": 1, LIFT: 1,
+        "aten::index": 1, "aten::index_put_": 1, "aten::_local_scalar_dense": 1, "aten::nonzero": 1,
+        "aten::_unique2": 1, LIFT: 3,
     }  # fmt: skip
 
 
@@ -454,6 +495,13 @@ def test_conversions_of_cudnn_leave_layouts_in_doubt() -> None:
     assert not absent & set(exhaustive(frozenset(absent), trace_of(STEP, ADD, *rows), has_gpu=True))
 
 
+@pytest.mark.parametrize("call", ["cudaMalloc", "cudaFree", "hipMalloc", "cuMemUnmap"])
+def test_memory_that_comes_and_goes_is_no_proof_of_a_kept_cache(call: str) -> None:
+    assert "cache_flush" in exhaustive({"cache_flush"}, trace_of(STEP, ADD), has_gpu=True)
+    trace = trace_of(STEP, ADD, (MAIN, call, RUNTIME, 10))
+    assert "cache_flush" not in exhaustive({"cache_flush"}, trace, has_gpu=True)
+
+
 def test_on_a_cpu_what_needs_a_gpu_cannot_be() -> None:
     known = exhaustive(frozenset({"redundant_copy"}), trace_of(STEP, ADD), has_gpu=False)
     certain = {p.id for p in PATTERNS if p.needs_gpu or not p.native_risk or p.id in WAITING}
@@ -534,6 +582,16 @@ def test_a_pageable_batch_is_one_although_it_is_copied_by_the_same_operator() ->
     assert {"pageable_h2d", "host_sync"} <= set(known)
 
 
+def test_copies_of_tensors_made_on_the_host_leave_their_making_in_doubt() -> None:
+    trace = unlabelled("pageable_h2d_infer")
+    created = Wait("aten::_to_copy", "cpu_tensor_create")
+    found = natives([[COPY, created]], trace, [])
+    assert {instance.pattern for instance in found.instances} == {"cpu_tensor_create", "pageable_h2d"}
+    known = set(exhaustive(frozenset(), trace, has_gpu=True, found=found))
+    assert "cpu_tensor_create" not in known
+    assert "pageable_h2d" in known
+
+
 @pytest.mark.parametrize(("name", "placement"), [("host_sync_infer", 1), ("pageable_h2d_infer", 0)])
 def test_what_was_injected_is_not_native(name: str, placement: int) -> None:
     trace, segments = injected(name, placement)
@@ -603,7 +661,3 @@ def test_violations_are_named() -> None:
     (one,) = unpaired(clean, [instance], [on_cpu])
     assert "host_sync/v" in one
     assert "holds no wait" in one
-
-
-def test_the_survey_is_plain_data() -> None:
-    assert survey(loop_of(torch.relu)) == Survey(frozenset(BY_DISPATCH), [[]])
