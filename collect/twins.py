@@ -8,6 +8,8 @@ no law, because honest traces differ, too:
   markers of that place. With the mechanisms "selector" and "meanwhile" no marker says so: it is missing.
 * A site that brings its own batch (``data``) takes it from another loader, outside of any marker: without
   pinned memory it is unpacked on the main thread.
+* Autograd adds gradients of one tensor up below whichever of its users comes last: below a labelled backward
+  op the clean step's ``aten::add`` is missing.
 * Work that depends on values differs from batch to batch: non-maximum suppression, ``nonzero``, and the
   kernels that libraries choose by what else is in memory.
 * Calls of the runtime are not compared. The allocator makes some as it needs, and the thread that pins

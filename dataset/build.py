@@ -28,12 +28,12 @@ from torchtraceap.dataset import schema, splits
 from torchtraceap.dataset.attribution import violations
 from torchtraceap.dataset.card import Released, render_card
 from torchtraceap.dataset.features import shard_path
-from torchtraceap.dataset.parquet import read_metadata, read_traces, write_table, write_traces
+from torchtraceap.dataset.parquet import read_traces, write_table, write_traces
+from torchtraceap.dataset.shards import CostTests, InstanceKey, read_session, shards_of
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.windows import WINDOWS, window_table
 from torchtraceap.errors import UserError
 from torchtraceap.labels.markers import PREFIX
-from torchtraceap.labels.multiplicity import discoveries
 
 MEMORY = ("memory_gib", "ram_gib")
 """Columns of the hardware that may grow between visits to one machine: virtual ones get theirs by and by."""
@@ -98,7 +98,7 @@ def build(
     """
     tell = progress or (lambda stage, done, total: None)
     out = Path(out)
-    shards = _shards([Path(run) for run in runs])
+    shards = shards_of(runs)
     with _claimed(out):
         _require_ours(out)
         return _build(shards, out, seed, tell)
@@ -133,25 +133,6 @@ def _build(shards: Sequence[Path], out: Path, seed: int, tell: Progress) -> Buil
     return report
 
 
-class _Tested(msgspec.Struct):
-    """What a session says of an instance; ``p_costly`` is null where nothing was measured."""
-
-    trace_id: str
-    instance: int
-    p_costly: float | None = None
-
-
-class _Session(msgspec.Struct):
-    """The part of a session's JSON that a build needs."""
-
-    hardware: dict[str, Any]
-    instances: list[_Tested]
-
-
-InstanceKey = tuple[str, int]
-"""Trace id, and index of the instance in its trace."""
-
-
 @dataclass
 class _Survey:
     """What is known after each shard has been read once; no events."""
@@ -159,15 +140,12 @@ class _Survey:
     members: dict[str, splits.Member] = field(default_factory=dict)
     shard_of: dict[str, Path] = field(default_factory=dict)
     hardware: dict[str, tuple[pa.Table, Path]] = field(default_factory=dict)
-    costly: set[InstanceKey] = field(default_factory=set)  # injected, by their own measurement
-    p_costly: dict[InstanceKey, float] = field(default_factory=dict)  # of all injected
-    test_of: dict[InstanceKey, tuple[Any, ...]] = field(default_factory=dict)  # which measurement it was
+    tests: CostTests = field(default_factory=CostTests)
 
     def add(self, shard: Path) -> None:
         """Read and check a shard."""
-        session = _read_session(shard)
+        session = read_session(shard)
         hardware_id = self._add_hardware(session.hardware, shard)
-        measured = {(one.trace_id, one.instance): one.p_costly for one in session.instances}
         for record in read_traces(shard):
             where = f"{shard}: trace {record.trace_id}"
             check(record, where)
@@ -179,18 +157,7 @@ class _Survey:
                 raise UserError(f"{where} is also in {other}; give each run once and keep one of the two")
             self.shard_of[record.trace_id] = shard
             self.members[record.trace_id] = splits.member(record)
-            for index, instance in enumerate(record.instances):
-                if instance.source != "injected":
-                    continue
-                key = record.trace_id, index
-                p = measured.get(key)
-                if p is None or not 0 <= p <= 1:
-                    raise UserError(f"{where}: its session has no p-value in [0, 1] for instance {index}")
-                self.p_costly[key] = p
-                # Traces of one workload share measurements: each is one test, however many traces show it.
-                self.test_of[key] = (record.meta["pair_id"], instance.pattern, instance.variant, p)
-                if instance.state == "costly":
-                    self.costly.add(key)
+            self.tests.add(record, session.p_costly, where)
 
     def hardware_rows(self, traces: Iterable[Released]) -> pa.Table:
         """The hardware that ``traces`` were made on, sorted by id."""
@@ -237,13 +204,11 @@ def _decide(survey: _Survey, seed: int) -> _Decisions:
     split_of_unit = splits.assign(members, unit, seed)
     placed = {m.trace_id: splits.placement(split_of_unit[unit[m.trace_id]], m.heldout) for m in members}
 
-    tests = sorted(set(survey.test_of.values()))
-    holds = dict(zip(tests, discoveries([test[-1] for test in tests]).tolist(), strict=True))
     return _Decisions(
         unit=unit,
         split={trace_id: split for trace_id, split in placed.items() if split},
-        demoted=frozenset(key for key in survey.costly if not holds[survey.test_of[key]]),
-        tested=len(tests),
+        demoted=survey.tests.demoted(),
+        tested=survey.tests.count,
     )
 
 
@@ -335,6 +300,8 @@ def check(record: TraceRecord, where: str) -> None:
     require(len(trace) > 0, "it has no events")
     require(record.meta["task"] in schema.TASKS, f"its task is none of {', '.join(schema.TASKS)}")
     require(record.meta["mode"] in schema.MODES, f"its mode is none of {', '.join(schema.MODES)}")
+    rank, size = record.meta["rank"], record.meta["world_size"]
+    require(isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size, f"it has no rank {rank}")
     for name in itertools.chain((op.name for op in trace.ops), (lane.name for lane in trace.lanes)):
         require(PREFIX not in name, "a marker of the harness is left in it, which gives the labels away")
     problem = next(violations(record), None)
@@ -352,30 +319,6 @@ def segment_table(record: TraceRecord) -> pa.Table:
         fields["lane"] = record.trace.lanes[segment.lane].name
         rows.append({name: fields[name] for name in schema.SEGMENTS.names})
     return pa.Table.from_pylist(rows, schema=schema.SEGMENTS)
-
-
-def _shards(runs: Sequence[Path]) -> list[Path]:
-    shards: list[Path] = []
-    for run in runs:
-        found = sorted((run / "shards").glob("*.parquet"))
-        if not found:
-            raise UserError(f"{run} holds no shards/*.parquet; give folders that `traceap collect` wrote to")
-        shards += found
-    if not shards:
-        raise UserError("No run was given; a data set needs the folder of at least one")
-    return shards
-
-
-def _read_session(shard: Path) -> _Session:
-    text = read_metadata(shard).get(schema.SESSION_KEY)
-    if text is None:
-        raise UserError(
-            f"{shard} has no {schema.SESSION_KEY} in its metadata: it was not written by a collection"
-        )
-    try:
-        return msgspec.json.decode(text, type=_Session)
-    except msgspec.DecodeError as error:
-        raise UserError(f"{shard}: {schema.SESSION_KEY} in its metadata is broken: {error}") from None
 
 
 def _require_ours(out: Path) -> None:

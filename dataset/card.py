@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import yaml
 
@@ -22,6 +23,9 @@ from torchtraceap.labels.types import QUALITIES, SOURCES, STATES, Instance
 
 NAME = "torchtraceap"
 PRETTY_NAME = "torchtraceap: PyTorch profiler traces of vision models with measured anti-patterns"
+SLOWING = (0.1, 0.5, 0.9)
+"""Quantiles of the profiler's slowing that are shown by hardware."""
+
 LOOPS = {"train": "training", "infer": "inference"}
 SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"))
 HEADER: dict[str, Any] = {
@@ -116,6 +120,7 @@ def render_card(
         known=_known(released),
         qualities=QUALITIES,
         states=STATES,
+        slowing=SLOWING,
         features=FEATURES,
     )
 
@@ -153,7 +158,9 @@ def _by(released: Iterable[Released], key: Callable[[Released], str]) -> list[di
 
 
 def _hardware(row: dict[str, Any], released: Iterable[Released]) -> dict[str, Any]:
-    return {**row, **_totals([one for one in released if one.meta["hardware_id"] == row["hardware_id"]])}
+    traces = [one for one in released if one.meta["hardware_id"] == row["hardware_id"]]
+    ratios = [float(one.meta["profiler_ratio"]) for one in traces]
+    return {**row, **_totals(traces), "profiler_ratio": np.quantile(ratios, SLOWING).tolist()}
 
 
 def _by_pattern(released: Iterable[Released]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import yaml
 from datasets import load_dataset
@@ -79,6 +80,7 @@ def run(tmp_path) -> Path:
     records = [random_record(seed) for seed in SEEDS]
     for seed, record in enumerate(records):
         record.meta["backbone_family"] = f"backbone{seed // 2}"
+        record.meta["profiler_ratio"] = 1 + seed / 8
         record.meta["task"] = "classification" if seed < 8 else "detection"
         if seed % 2:
             edited(record, variant="unseen")
@@ -198,6 +200,11 @@ def test_the_card_says_what_was_written(run, tmp_path):
     cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
     assert cells[1] == str(report.traces["test"])
     assert cells[6] == str(report.units["test"])
+    ratios = [r.meta["profiler_ratio"] for r in read_traces(sorted((tmp_path / "out/data").glob("traces-*")))]
+    slowing = " / ".join(f"{quantile:.2f}" for quantile in np.quantile(ratios, (0.1, 0.5, 0.9)))
+    (hardware,) = [line for line in body.splitlines() if line.startswith("| nvidia-h200 | ")]
+    cells = [cell.strip() for cell in hardware.strip("|").split("|")]
+    assert cells[-2:] == [str(sum(report.traces.values())), slowing]
     tables = [line for line in body.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in tables)
 
