@@ -38,6 +38,19 @@ def resolve(name: str) -> torch.device:
     raise UserError(f"no device {name!r}; here are: {', '.join(here)}")
 
 
+def of_rank(device: torch.device, rank: int) -> torch.device:
+    """The device of a rank whose rank 0 has ``device``: the next ones; a CPU is shared by all.
+
+    Raises:
+        UserError: There is none, or ranks of this kind of device cannot reduce their gradients.
+    """
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise UserError(f"distributed workloads run on CUDA, ROCm and the CPU, not on {device.type}")
+    return resolve(f"{device.type}:{(device.index or 0) + rank}")
+
+
 def _available(accelerator: torch.device | None) -> list[str]:
     if accelerator is None:
         return ["cpu"]

@@ -23,6 +23,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from torchtraceap.collect.processes import die_with
 from torchtraceap.errors import UserError
+from torchtraceap.files import replacing
 from torchtraceap.labels.pattern import STAGES, State
 
 if TYPE_CHECKING:
@@ -95,19 +96,20 @@ def run_ranks(size: int, main: Callable[[int, Path], dict[str, Any]]) -> dict[st
     with tempfile.TemporaryDirectory(prefix="traceap-") as folder:
         outcomes = [Path(folder) / f"rank{rank}.json" for rank in range(size)]
 
+        def tell(rank: int, outcome: _Outcome) -> None:
+            with replacing(outcomes[rank]) as temporary:  # a rank may be ended while it writes
+                temporary.write_bytes(msgspec.json.encode(outcome))
+
         def run(rank: int) -> None:
             die_with(parent)
-            outcome = _Outcome()
             try:
-                outcome.result = main(rank, Path(folder) / "store")
+                tell(rank, _Outcome(result=main(rank, Path(folder) / "store")))
             except UserError as error:
-                outcome.user_error = str(error)
+                tell(rank, _Outcome(user_error=str(error)))
                 raise
             except torch.OutOfMemoryError as error:
-                outcome.out_of_memory = str(error)
+                tell(rank, _Outcome(out_of_memory=str(error)))
                 raise
-            finally:
-                outcomes[rank].write_bytes(msgspec.json.encode(outcome))
 
         try:
             start_processes(run, nprocs=size, start_method="fork")

@@ -36,6 +36,8 @@ def quiet() -> Iterator[None]:
 def step_seconds(loop: TrainingLoop, steps: int, *, settle: int = 1) -> float:
     """Seconds a step over a block of ``steps``, after ``settle`` steps that are not timed.
 
+    Of several ranks it is the slowest one's, on all of them: what follows from it must be the same.
+
     The first steps after a toggle pay for what the toggle changed: memory that the allocator held for the
     other arm, batches that its loader had prepared.
     """
@@ -46,7 +48,7 @@ def step_seconds(loop: TrainingLoop, steps: int, *, settle: int = 1) -> float:
     for _ in range(steps):
         loop.step()
     synchronize(loop.device)
-    return (time.perf_counter() - start) / steps
+    return loop.world.largest((time.perf_counter() - start) / steps)
 
 
 def block_steps(loop: TrainingLoop) -> int:

@@ -39,7 +39,8 @@ class Job(msgspec.Struct, frozen=True):
 
     Each arm gives a trace beside the clean one, with the injections that it lists by index; no injection is
     in two arms. Look-alikes appear in half of all traces. ``spares`` stand in, in their order, for injections
-    that find no place in the model. ``null_trials`` compare the clean loop with itself.
+    that find no place in the model. ``null_trials`` compare the clean loop with itself. ``world_size`` is the
+    number of ranks, above 1 in distributed workloads alone.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Job(msgspec.Struct, frozen=True):
     lookalikes: list[Injection] = []
     runtime: Runtime = "eager"
     null_trials: int = 0
+    world_size: int = 1
 
     @property
     def name(self) -> str:
@@ -70,6 +72,7 @@ def make_plan(
     per_workload: int = 2,
     null_trials: int = 0,
     runtime: Runtime = "eager",
+    world_size: int = 2,
     seed: int = 0,
 ) -> list[Job]:
     """Spread the patterns evenly over the workloads.
@@ -85,7 +88,8 @@ def make_plan(
         patterns: Pattern ids to draw from; all when None.
         per_workload: Patterns a workload, in traces of one to three of them beside the clean one.
         null_trials: Measurements of the clean loop against itself, a workload.
-        runtime: The kind of workload; patterns of other kinds are left out.
+        runtime: The kind of workload; patterns of other kinds are left out. Distributed ones only train.
+        world_size: Ranks of a distributed workload.
         seed: Equal seeds give equal plans.
 
     Raises:
@@ -100,7 +104,7 @@ def make_plan(
     for spec in specs:
         for mode in modes:
             sizes = spec.batch_sizes[kind][mode]
-            if not sizes:
+            if not sizes or (runtime == "distributed" and mode != "train"):
                 continue
             rng = random.Random(_digest(seed, spec, mode))
             usable = [p for p in catalogue if p.applies(device_type, mode, runtime) is None]
@@ -125,6 +129,7 @@ def make_plan(
                     lookalikes=[Injection(*twin) for twin in twins],
                     runtime=runtime,
                     null_trials=null_trials,
+                    world_size=world_size if runtime == "distributed" else 1,
                 )
             )
     if not jobs:

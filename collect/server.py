@@ -15,7 +15,6 @@ ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import select
@@ -30,6 +29,7 @@ import msgspec
 
 from torchtraceap import console
 from torchtraceap.collect.plan import Job
+from torchtraceap.collect.processes import die_with
 from torchtraceap.errors import UserError
 
 LIBRARIES = (
@@ -40,7 +40,6 @@ LIBRARIES = (
 
 POLL_SECONDS = 1.0
 _CHUNK = 1 << 16
-_PR_SET_PDEATHSIG = 1
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -134,7 +133,7 @@ def _has_ended(pid: int) -> bool:
 def _child(request: Request, write: int, server: int) -> None:
     """Run the workload and report its end; never returns."""
     os.setsid()  # so that a time-out reaches its loader workers too
-    _die_with(server)
+    die_with(server)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
 
@@ -171,14 +170,6 @@ def _one_line(error: BaseException, job: Job) -> str:
         return f"out of memory at batch {job.batch_size}: choose a smaller batch or a larger device"
     text = str(error).strip().splitlines()
     return console.visible(f"{type(error).__name__}: {text[0][:300] if text else 'no message'}")
-
-
-def _die_with(server: int) -> None:
-    """On Linux, let the kernel kill this process when the server is killed and can do so no more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:  # it died before the call
-            os._exit(1)
 
 
 def _death(status: int) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from torchtraceap.collect import devices, profiling
 from torchtraceap.collect.cutting import keep_steps, steps_below
+from torchtraceap.collect.distributed import World, distribute, join, leave, run_ranks, share_cpu
 from torchtraceap.collect.evidence import absent_by_dispatch, exhaustive
 from torchtraceap.collect.labelling import Armed, label, number_steps, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
@@ -114,14 +115,40 @@ def run_job(
     Raises:
         UserError: Nothing of the plan can be injected here.
         torch.OutOfMemoryError: The batch does not fit. Nothing is changed silently.
+        RuntimeError: A rank of a distributed workload ended early.
     """
-    where = devices.resolve(device)
+    if job.runtime != "distributed":
+        return _run(job, out, device, event_cap, progress, gate)
+
+    def main(rank: int, store: Path) -> dict[str, Any]:
+        if rank > 0:
+            return _run(job, out, device, event_cap, lambda text: None, None, rank, store)
+        return _run(job, out, device, event_cap, progress, gate, rank, store)
+
+    return run_ranks(job.world_size, main)
+
+
+def _run(
+    job: Job,
+    out: Path,
+    device: str,
+    event_cap: int,
+    progress: Progress,
+    gate: Path | None,
+    rank: int = 0,
+    store: Path | None = None,
+) -> dict[str, Any]:
+    """The workload, or one rank of it: those of a distributed workload find each other through ``store``."""
+    where = devices.of_rank(devices.resolve(device), rank) if store else devices.resolve(device)
     if where.type != "cpu":
         torch.accelerator.set_device_index(where.index or 0)
         torch.set_float32_matmul_precision("high")
         # What this process computes on the CPU must leave cores to the one whose step time is measured.
         torch.set_num_threads(min(BESIDE_THREADS, torch.get_num_threads()))
+    elif store is not None:
+        share_cpu(job.world_size)
     progress("building")
+    world = World()
     with ExitStack() as held:
 
         def take_device() -> None:
@@ -129,10 +156,19 @@ def run_job(
                 progress("waiting for the device")
                 held.enter_context(_locked(gate))
                 progress("placing")
+            if store is not None:  # no rank uses its device before rank 0 may
+                nonlocal world
+                world = join(rank, job.world_size, store, where)
 
-        session = Session(job, where, event_cap, progress, take_device=take_device, leave_device=held.close)
+        session = Session(
+            job, where, event_cap, progress, rank=rank, take_device=take_device, leave_device=held.close
+        )
         with closing(session.loop):
-            return session.run(out)
+            if store is not None:
+                distribute(session.loop, world)
+            result = session.run(out)
+        leave()
+        return result
 
 
 @contextmanager
@@ -154,6 +190,7 @@ class Session:
         event_cap: int,
         progress: Progress,
         *,
+        rank: int = 0,
         take_device: Callable[[], None] = lambda: None,
         leave_device: Callable[[], None] = lambda: None,
     ) -> None:
@@ -163,7 +200,6 @@ class Session:
         self.progress = progress
         self.rng = random.Random(job.seed)
         self.secret = secrets.token_hex(4)
-        self.pair_id = secrets.token_hex(8)
         self.loop = TrainingLoop(
             ZOO[job.model],
             job.mode,
@@ -171,6 +207,7 @@ class Session:
             device,
             secret=self.secret,
             seed=job.seed,
+            rank=rank,
             take_device=take_device,
         )
         self.placed: list[Injected] = []
@@ -182,7 +219,9 @@ class Session:
         self.clean_ms = math.nan
 
     def run(self, out: Path) -> dict[str, Any]:
-        """All of it; see :func:`run_job`."""
+        """All of it; see :func:`run_job`. Of several ranks the first writes the traces of all."""
+        world = self.loop.world
+        self.pair_id = world.agreed(secrets.token_hex(8))
         self._place()
         absent = absent_by_dispatch(self.loop)
         for one in self.placed:
@@ -198,6 +237,10 @@ class Session:
         for record in records:
             record.exhaustive = known
             record.meta["hardware_id"] = hardware["hardware_id"]
+        records = world.gathered(records)
+        differences = world.gathered(self.differences)
+        if world.rank > 0:
+            return {}
         provenance = {
             "job": msgspec.to_builtins(self.job),
             "hardware": hardware,
@@ -205,7 +248,7 @@ class Session:
             "event_cap": self.event_cap,
             "block_steps": steps,
             "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
-            "differences": self.differences,
+            "differences": differences,
             "instances": [
                 {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
                 for r in records
@@ -266,7 +309,7 @@ class Session:
         sites = self._sites(plan) if sites is None else sites
         if not sites:
             reason = reason or "no place for it in this model"
-        elif any(_replaced(sites) & _replaced(one.placement.sites) for one in beside):
+        elif any(_replaced(sites) & _replaced(one.placement.sites) for one in self._rivals(sites, beside)):
             reason = "would stand in for the stage that another pattern stands in for"
         elif pattern.mechanism == "selector" and any(o.pattern.mechanism == "selector" for o in beside):
             reason = "a trace can hold one pattern that is found by comparison with the clean one"
@@ -283,6 +326,12 @@ class Session:
         )
         self.placed.append(Injected(pattern, variant, placement, is_lookalike))
         return self.placed[-1]
+
+    def _rivals(self, sites: list[Site], beside: list[Injected]) -> list[Injected]:
+        """Those of ``beside``, and those that run something else in the traces of the other, even if off."""
+        if _stands_in_when_off(sites):
+            return self.placed
+        return [*beside, *(one for one in self.placed if _stands_in_when_off(one.placement.sites))]
 
     def _some_steps(self) -> frozenset[int]:
         """Some but not all of the profiled steps."""
@@ -369,7 +418,8 @@ class Session:
     def _record(self, arm: list[Injected], whole: Trace, segments: list[Segment]) -> TraceRecord:
         whole, segments = keep_steps(whole, segments, profiling.LEAD_IN, profiling.PROFILED_STEPS)
         trace = whole
-        if (count := steps_below(whole, self.event_cap)) < profiling.PROFILED_STEPS:
+        count = self.loop.world.smallest(steps_below(whole, self.event_cap))
+        if count < profiling.PROFILED_STEPS:
             # A part in which the arm's first pattern acts, if it does not act in all steps.
             acting = arm[0].placement.steps if arm else None
             first = self.rng.choice(sorted(acting or range(profiling.PROFILED_STEPS)))
@@ -396,6 +446,8 @@ class Session:
                 "precision": loop.precision,
                 "batch_size": self.job.batch_size,
                 "input_shape": "x".join(map(str, spec.size(loop.device.type))),
+                "rank": loop.world.rank,
+                "world_size": loop.world.size,
                 "steps": len(trace.step_bounds),
                 "quality": "",
                 "step_ms": step_ms,
@@ -467,4 +519,9 @@ def _replaced(sites: list[Site]) -> set[Stage]:
     """Stages that these sites may run something else for, so that what lies inside them never runs."""
     stage_sites = [site for site in sites if isinstance(site, StageSite)]
     brings: set[Stage] = {"data"} if any(site.data is not None for site in stage_sites) else set()
-    return brings | {site.stage for site in stage_sites if site.where == "around"}
+    return brings | {site.stage for site in stage_sites if site.replaces}
+
+
+def _stands_in_when_off(sites: list[Site]) -> bool:
+    """Whether a stage does not run as it is where these sites do not act."""
+    return any(isinstance(site, StageSite) and site.replaces and site.otherwise is not None for site in sites)

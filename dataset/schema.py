@@ -75,6 +75,8 @@ TRACE_META = pa.schema(
         pa.field("precision", _string),
         pa.field("batch_size", _i32),
         pa.field("input_shape", _string),  # of one sample, for example 3x224x224
+        pa.field("rank", _i32),  # of several processes that train together each has a trace
+        pa.field("world_size", _i32),  # their number; 1 for a process alone, whose rank is 0
         pa.field("steps", _i32),  # profiled steps in the trace
         pa.field("quality", _string),  # good, bad or undecided
         pa.field("step_ms", _f32),  # unprofiled: median of clean steps, and mean cost of what acts

@@ -149,6 +149,8 @@ class StageSite:
     ``otherwise`` has the form of ``body`` without ``mark`` and runs where the site is off, marked or not like
     it: the same work as a careful user writes it, if the clean loop does not do that work by itself.
 
+    ``exclusive``: no other body may stand for the stage in the same trace, as is always so with ``around``.
+
     ``data`` goes with a site of a later stage that needs another batch: in the steps in which the site is on,
     ``data(state, original)`` stands for the data stage. It is not marked.
     """
@@ -157,7 +159,13 @@ class StageSite:
     body: Body
     where: Where = "around"
     otherwise: Body | None = None
+    exclusive: bool = False
     data: Body | None = None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether what lies inside of the stage may not run as another body has it."""
+        return self.exclusive or self.where == "around"
 
 
 @dataclass(frozen=True)

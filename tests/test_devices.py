@@ -88,3 +88,14 @@ def test_hardware_says_nothing_of_whose_machine_it_is() -> None:
     text = json.dumps(devices.hardware(CPU))
     assert platform.node() not in text
     assert f'"{getpass.getuser()}"' not in text
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_ranks_have_devices_of_their_own() -> None:
+    assert devices.of_rank(torch.device("cuda"), 1) == torch.device("cuda:1")
+    assert devices.of_rank(torch.device("cuda:1"), 0) == torch.device("cuda:1")
+    assert devices.of_rank(CPU, 3) == CPU
+    with pytest.raises(UserError, match=r"no device 'cuda:2'; here are: cpu, cuda:0, cuda:1"):
+        devices.of_rank(torch.device("cuda:1"), 1)
+    with pytest.raises(UserError, match="not on xpu"):
+        devices.of_rank(torch.device("xpu"), 0)

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from torchtraceap.collect import measure
+from torchtraceap.collect.distributed import World
 from torchtraceap.collect.loop import Placement
 from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS
 
 
 class Clock:
     """A loop whose steps take the time that they are told to, on a clock that nothing else moves."""
+
+    world = World()
 
     device = torch.device("cpu")
 

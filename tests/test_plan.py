@@ -48,8 +48,15 @@ def test_patterns_that_apply_are_used_equally_often(device_type: str, mode) -> N
 
 def test_use_stays_even_over_modes_that_allow_different_patterns() -> None:
     counts = used(make_plan(MODELS, device_type="cuda", per_workload=2))
-    assert set(counts) == set(PATTERNS.names())
+    assert set(counts) == {p.id for p in PATTERNS if p.runtime == "eager"}
     assert max(counts.values()) - min(counts.values()) <= 2
+
+
+def test_distributed_workloads_train_on_several_ranks() -> None:
+    plan = make_plan(MODELS, device_type="cuda", per_workload=2, runtime="distributed", world_size=4)
+    assert set(used(plan)) == {p.id for p in PATTERNS if p.runtime == "distributed"}
+    assert {(job.mode, job.world_size) for job in plan} == {("train", 4)}
+    assert {job.world_size for job in make_plan(MODELS, device_type="cuda", world_size=4)} == {1}
 
 
 def test_a_workload() -> None:

@@ -225,6 +225,8 @@ def random_record(seed: int, events: int = 200, gpu: bool = True, state: State |
         "precision": ("fp32", "bf16")[seed % 2],
         "batch_size": 2 ** (seed % 6),
         "input_shape": "3x224x224",
+        "rank": 0,
+        "world_size": 1,
         "steps": STEPS,
         "quality": quality(chosen),
         "step_ms": _float32(step_ms),

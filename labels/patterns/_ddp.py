@@ -49,7 +49,10 @@ def network_sites(loop: Loop, **changes: Any) -> list[Site]:
         with mark():
             original(state)
 
-    return [StageSite("forward", forward, where="inside"), StageSite("backward", backward, where="inside")]
+    return [
+        StageSite("forward", forward, where="inside", exclusive=True),
+        StageSite("backward", backward, where="inside"),
+    ]
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def _searching(loop: Loop, **changes: Any) -> list[Site]:
 
     return [
         StageSite("data", make, where="before", otherwise=drop),
-        StageSite("forward", forward, where="inside"),
+        StageSite("forward", forward, where="inside", exclusive=True),
     ]
 
 

@@ -46,7 +46,7 @@ def _accumulation(loop: Loop, micro_batches: int, **changes: Any) -> list[Site]:
         state.loss = state.loss / micro_batches
 
     return [
-        StageSite("forward", forward, where="inside", otherwise=forward),
+        StageSite("forward", forward, where="inside", otherwise=forward, exclusive=True),
         StageSite("loss", scale, where="after", otherwise=scale),
     ]
 

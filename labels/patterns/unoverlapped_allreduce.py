@@ -25,7 +25,10 @@ def _after_backward(loop: Loop, reduce: Callable[[Sequence[Tensor]], None]) -> l
         with mark():
             reduce([p.grad for p in loop.model.parameters() if p.grad is not None])
 
-    return [StageSite("forward", forward, where="inside"), StageSite("backward", backward, where="inside")]
+    return [
+        StageSite("forward", forward, where="inside", exclusive=True),
+        StageSite("backward", backward, where="inside"),
+    ]
 
 
 def _per_tensor(loop: Loop) -> list[Site]:

@@ -74,6 +74,9 @@ def collect(
     runtime: Annotated[
         LoopRuntime, typer.Option("--runtime", help="How loops run; each kind has patterns of its own.")
     ] = LoopRuntime.eager,
+    world_size: Annotated[
+        int, typer.Option("--world-size", min=2, help="Ranks of a distributed workload, each on its own GPU.")
+    ] = 2,
     null_trials: Annotated[
         int,
         typer.Option("--null-trials", min=0, help="Cost measurements of a clean loop against itself."),
@@ -124,6 +127,7 @@ def collect(
         per_workload=per_workload,
         null_trials=null_trials,
         runtime=runtime.value,
+        world_size=world_size,
         seed=seed,
     )
     lanes = lanes or (1 if kind == "cpu" else 2)

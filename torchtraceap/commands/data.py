@@ -82,6 +82,8 @@ def _unlabelled(path: Path) -> TraceRecord:
             "precision": "",
             "batch_size": 0,
             "input_shape": "",
+            "rank": 0,
+            "world_size": 1,
             "steps": len(bounds),
             "quality": "undecided",
             "step_ms": float(np.median(bounds[:, 1] - bounds[:, 0]) / 1e6) if len(bounds) else float("nan"),
