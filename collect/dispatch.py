@@ -47,6 +47,9 @@ WAITING = frozenset(
 EXPLICIT = ""
 """The operator of a wait that no operator asked for."""
 
+ONE_NAME = {"aten::_index_put_impl_": "aten::index_put", "aten::index_put_": "aten::index_put"}
+"""Operators that stand for each other: under a dispatch mode autograd takes another one of them."""
+
 COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 SYNC_ERROR = "synchronizing CUDA operation"
 
@@ -88,7 +91,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A dispatched operator (or ``EXPLICIT``) that made the host wait, and the pattern that this makes."""
+    """A dispatched operator that made the host wait, and the pattern that this makes.
+
+    ``operator`` is its name by :func:`one_name`, or ``EXPLICIT``.
+    """
 
     operator: str
     pattern: str
@@ -194,7 +200,7 @@ class Recorder(TorchDispatchMode):
         if self.stage == "backward" and torch.is_grad_enabled() and call.name != "aten::ones_like":
             self.recording.recomputes = True
         if waited or _copies_from_pageable(call, inputs):
-            self.recording.waits.append(Wait(call.name, waiting_pattern(call)))
+            self.recording.waits.append(Wait(one_name(call.name), waiting_pattern(call)))
         elif call.name == "aten::lift_fresh" and call.outputs[0].device != "cpu":
             self.recording.waits.append(Wait("aten::_to_copy", waiting_pattern(call)))
         return out
@@ -208,6 +214,11 @@ class Recorder(TorchDispatchMode):
             device=tensor.device.type,
             parameter=isinstance(tensor, torch.nn.Parameter),
         )
+
+
+def one_name(operator: str) -> str:
+    """The name under which an operator of a trace and the same one seen by a dispatch mode meet."""
+    return ONE_NAME.get(operator, operator)
 
 
 def run_noting_wait(func: Any, args: Any, kwargs: Any, device: torch.device) -> tuple[Any, bool]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtraceap.collect.dispatch import EXPLICIT, WAITING, Wait
+from torchtraceap.collect.dispatch import EXPLICIT, WAITING, Wait, one_name
 from torchtraceap.collect.labelling import all_segments
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels import segments as runs_of
@@ -167,15 +167,17 @@ class _Matching:
                     above.append(at)
                 at = int(events.parent[at])
             # Outer operators were dispatched as their parts, inner ones within a kernel.
-            dispatched = [at for at in above if names[at] in self.known]
-            event = dispatched[-1] if dispatched else row
-            key = (
-                names[event] if dispatched else (f"{names[above[-1]]} (not surveyed)" if above else EXPLICIT)
-            )
+            dispatched = [at for at in above if one_name(names[at]) in self.known]
+            outermost = above[-1] if above else row
+            event = dispatched[-1] if dispatched else outermost
+            if dispatched:
+                key = one_name(names[event])
+            else:
+                key = f"{names[event]} (not surveyed)" if above else EXPLICIT
             found[event] = _Operator(
                 key=key,
                 event=event,
-                outermost=above[-1] if above else row,
+                outermost=outermost,
                 step=int(self.trace.step[row]),
                 labelled=bool(self.labelled[row]),
             )

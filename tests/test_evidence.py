@@ -200,7 +200,6 @@ def test_recomputation_in_the_backward_pass(use_reentrant: bool) -> None:
         return y
 
     assert absent(loop_of(change)) == BY_DISPATCH - {"over_checkpointing"}
-    assert absent(loop_of(change, "infer")) == BY_DISPATCH
 
 
 def test_an_emptied_cache(monkeypatch: pytest.MonkeyPatch) -> None:
