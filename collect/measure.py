@@ -12,10 +12,15 @@ from contextlib import contextmanager
 
 from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS, Cost, Look, conclude, look
+from torchtraceap.labels.cost import LEAST_REPORT_PAIRS, LOOKS, Cost, Look, conclude, look
 
-BLOCK_SECONDS = {"cpu": 0.12, "gpu": 0.06}
-"""A block is as many steps as fit in this, within the bounds below."""
+BLOCK_SECONDS = {"cpu": 0.12, "gpu": 0.01}
+"""A block is as many steps as fit in this, within the bounds below.
+
+Short on a GPU: what disturbs a host lasts for some steps (on a virtual machine with an H200 the times of
+consecutive steps correlate by 0.7, those of every fourth by 0.5), so that what is compared has to lie close
+together, and many short pairs say more than few long ones.
+"""
 
 MAX_BLOCK_STEPS = 10
 
@@ -53,10 +58,19 @@ def step_seconds(loop: TrainingLoop, steps: int, *, settle: int = 1) -> float:
 
 def block_steps(loop: TrainingLoop) -> int:
     """Steps a block, from the time of three."""
-    # A GPU still works on one step while the host launches the next: a single step would not show that.
-    kind, least = ("cpu", 1) if loop.device.type == "cpu" else ("gpu", 2)
-    wanted = math.ceil(BLOCK_SECONDS[kind] / max(step_seconds(loop, 3), 1e-6))
-    return min(MAX_BLOCK_STEPS, max(least, wanted))
+    kind = "cpu" if loop.device.type == "cpu" else "gpu"
+    synchronize(loop.device)
+    start = time.perf_counter()
+    for _ in range(3):
+        loop.step()
+    launched = time.perf_counter()
+    synchronize(loop.device)
+    done = time.perf_counter()
+    seconds = loop.world.largest((done - start) / 3)
+    # A GPU that still works on one step while the host launches the next: a single step would not show that.
+    runs_ahead = loop.world.largest(done - launched) > seconds / 2
+    wanted = math.ceil(BLOCK_SECONDS[kind] / max(seconds, 1e-6))
+    return min(MAX_BLOCK_STEPS, max(2 if runs_ahead else 1, wanted))
 
 
 def measure_cost(
@@ -77,7 +91,7 @@ def measure_cost(
     with _toggled(loop, placement, pairs, steps, settle, rng) as run:
         _until_settled(pairs, run)
         decided_at = len(pairs)
-        run(REPORT_PAIRS)
+        run(max(LEAST_REPORT_PAIRS, decided_at // 2))
     return conclude(pairs, decided_at)
 
 
@@ -108,15 +122,26 @@ def _toggled(
     settle: int,
     rng: random.Random,
 ) -> Iterator[Callable[[int], None]]:
-    """A function that appends so many pairs (seconds a step without and with) to ``pairs``."""
+    """A function that appends so many pairs (seconds a step without and with) to ``pairs``.
+
+    Of two pairs the second runs in the opposite order of the first: a steady drift cancels, and what follows
+    a block of its own arm need not settle.
+    """
+    order: list[bool] = []
+    last: bool | None = None
+
+    def block(armed: bool) -> float:
+        nonlocal last
+        placement.armed = armed
+        settling, last = 0 if armed == last else settle, armed
+        return step_seconds(loop, steps, settle=settling)
 
     def run(count: int) -> None:
         for _ in range(count):
-            order = [False, True] if rng.random() < 0.5 else [True, False]
-            seconds = {}
-            for armed in order:
-                placement.armed = armed
-                seconds[armed] = step_seconds(loop, steps, settle=settle)
+            if not order:
+                first = rng.random() < 0.5
+                order.extend([first, not first, not first, first])
+            seconds = {armed: block(armed) for armed in (order.pop(0), order.pop(0))}
             pairs.append((seconds[False], seconds[True]))
 
     try:

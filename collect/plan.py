@@ -117,14 +117,15 @@ def make_plan(
             )[: math.ceil(per_workload * LOOKALIKE_SHARE)]
             seen.update(twins)
             rng.shuffle(chosen)  # or the patterns used least would always share a trace
+            injections = [Injection(p.id, _variant(p, rng)) for p in chosen]
             jobs.append(
                 Job(
                     model=spec.name,
                     mode=mode,
                     batch_size=rng.choice(list(sizes)),
                     seed=rng.getrandbits(31),
-                    injections=[Injection(p.id, _variant(p, rng)) for p in chosen],
-                    arms=_arms(len(chosen), rng),
+                    injections=injections,
+                    arms=_arms(injections, rng),
                     spares=[Injection(p.id, _variant(p, rng)) for p in spare],
                     lookalikes=[Injection(*twin) for twin in twins],
                     runtime=runtime,
@@ -147,14 +148,25 @@ def _digest(seed: int, spec: ModelSpec, mode: Mode) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{spec.name}/{mode}".encode()).digest()[:8], "big")
 
 
-def _arms(count: int, rng: random.Random) -> list[list[int]]:
-    """Deal the injections 0 to ``count`` - 1 out into traces of one to three."""
-    arms, left = [], list(range(count))
+def _arms(injections: Sequence[Injection], rng: random.Random) -> list[list[int]]:
+    """Deal the injections out by index into traces of one to three.
+
+    What takes long to settle has a trace to itself: such steps are long and uneven, and what another pattern
+    adds to them could not be told.
+    """
+    slow = [settles_slowly(one) for one in injections]
+    arms = [[index] for index, alone in enumerate(slow) if alone]
+    left = [index for index, alone in enumerate(slow) if not alone]
     while left:
         (size,) = rng.choices((1, 2, 3), ARM_SIZES)
         arms.append(left[:size])
         left = left[size:]
     return arms
+
+
+def settles_slowly(one: Injection) -> bool:
+    """Whether it takes more steps than one until a toggle shows."""
+    return PATTERNS[one.pattern].variant(one.variant).settle_steps > 1
 
 
 def _variant(pattern: Pattern, rng: random.Random) -> str:

@@ -31,7 +31,7 @@ from torchtraceap.collect.measure import (
 )
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.paths import Paths
-from torchtraceap.collect.plan import Injection, Job
+from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.parquet import write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
@@ -270,7 +270,7 @@ class Session:
         job = self.job
         # Loader workers must be forked before the dry run, which others ask for, computes anything.
         early = {one: self._sites(one) for one in [*job.injections, *job.lookalikes] if _starts_workers(one)}
-        spares = [one for one in job.spares if not _starts_workers(one)]
+        spares = [one for one in job.spares if not (_starts_workers(one) or settles_slowly(one))]
         for indices in job.arms:
             arm: list[Injected] = []
             for one in [job.injections[index] for index in indices]:

@@ -106,7 +106,7 @@ def main() -> None:
 
         server.LIBRARIES = ("torch._dynamo",)
         register(tiny.spec())
-        measure.LOOKS, measure.REPORT_PAIRS, session.WARMUP_STEPS = (2,), 2, 1
+        measure.LOOKS, measure.LEAST_REPORT_PAIRS, session.WARMUP_STEPS = (2,), 2, 1
     else:
         fake = types.ModuleType("torchtraceap.collect.session")
         fake.__dict__["run_job"] = run_job

@@ -12,7 +12,7 @@ import torch
 from torchtraceap.collect import measure
 from torchtraceap.collect.distributed import World
 from torchtraceap.collect.loop import Placement
-from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS
+from torchtraceap.labels.cost import LEAST_REPORT_PAIRS, LOOKS
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_a_clear_case_ends_at_the_first_look(monkeypatch: pytest.MonkeyPatch) ->
     assert cost.ratio == pytest.approx(1.5)
     assert cost.ms == pytest.approx(5.0)
     assert cost.decided_at == LOOKS[0]
-    assert len(cost.pairs) == LOOKS[0] + REPORT_PAIRS
+    assert len(cost.pairs) == LOOKS[0] + LEAST_REPORT_PAIRS
     assert cost.pairs[0] == pytest.approx((0.010, 0.015))  # without, then with, whichever ran first
     assert measured(clocked(monkeypatch, 0.010, 1.0)).state == "benign"
 
@@ -65,7 +65,7 @@ def test_noise_goes_on_to_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None
     cost = measured(loop)
     assert cost.state == "undecided"
     assert cost.decided_at == LOOKS[-1]
-    assert len(cost.pairs) == LOOKS[-1] + REPORT_PAIRS
+    assert len(cost.pairs) == LOOKS[-1] + LOOKS[-1] // 2
 
 
 def test_either_arm_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +73,25 @@ def test_either_arm_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(loop, settle=0, steps=1)
     first = loop.arms[::2]
     assert all(a != b for a, b in zip(first, loop.arms[1::2], strict=True))  # each pair has both
-    assert 0 < sum(first) < len(first)
+    # The second of two pairs runs the other way round, and which way the first runs is drawn.
+    assert all(a != b for a, b in zip(first[::2], first[1::2], strict=True))
     assert not loop.placement.armed
+    assert len({tuple(_arms(monkeypatch, seed)) for seed in range(6)}) > 1
+
+
+def _arms(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[bool]:
+    loop = clocked(monkeypatch, 0.010, 1.5)
+    measured(loop, settle=0, steps=1, seed=seed)
+    return loop.arms[:4]
 
 
 def test_steps_after_a_toggle_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = clocked(monkeypatch, 0.010, 1.0, toggle=0.1)
     assert measured(loop).state == "benign"
     assert measured(clocked(monkeypatch, 0.010, 1.0, toggle=0.1)).ratio == pytest.approx(1.0)
-    assert len(loop.arms) == 2 * (LOOKS[0] + REPORT_PAIRS) * (1 + 2)
+    toggles = sum(a != b for a, b in zip(loop.arms, loop.arms[1:], strict=False))
+    blocks = 2 * (LOOKS[0] + LEAST_REPORT_PAIRS)
+    assert len(loop.arms) == 2 * blocks + toggles + 1  # a block that follows one of its own arm is settled
 
 
 def test_a_failing_step_leaves_placement_and_collector_as_they_were(
@@ -99,6 +109,27 @@ def test_a_failing_step_leaves_placement_and_collector_as_they_were(
         measured(loop)
     assert not loop.placement.armed
     assert gc.isenabled()
+
+
+def test_a_host_that_runs_ahead_is_timed_over_two_steps_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 0.1)
+    loop.device = torch.device("cuda")
+    behind = 0.0
+
+    def step() -> None:
+        nonlocal behind
+        loop.now += 0.01  # to launch what takes the device 0.1
+        behind += 0.09
+
+    def synchronize(device: torch.device) -> None:
+        nonlocal behind
+        loop.now, behind = loop.now + behind, 0.0
+
+    loop.step = step
+    monkeypatch.setattr(measure, "synchronize", synchronize)
+    assert measure.block_steps(loop) == 2
+    loop.step = lambda: setattr(loop, "now", loop.now + 0.1)
+    assert measure.block_steps(loop) == 1
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.0001, 10), (0.025, 5), (0.040, 3), (5.0, 1), (0.0, 10)])

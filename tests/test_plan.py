@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from torchtraceap.collect.model import ZOO
-from torchtraceap.collect.plan import HELDOUT_SHARE, Injection, Job, make_plan
+from torchtraceap.collect.plan import HELDOUT_SHARE, Injection, Job, make_plan, settles_slowly
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS
 
@@ -154,3 +154,9 @@ def test_traces_hold_one_to_three_patterns() -> None:
     sizes = Counter(len(arm) for plan in plans for job in plan for arm in job.arms)
     assert set(sizes) == {1, 2, 3}
     assert sizes[1] > sizes[2] > sizes[3]
+
+
+def test_what_settles_slowly_has_a_trace_to_itself() -> None:
+    for job in make_plan(MODELS, device_type="cuda", per_workload=12):
+        for arm in job.arms:
+            assert len(arm) == 1 or not any(settles_slowly(job.injections[index]) for index in arm)

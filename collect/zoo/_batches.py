@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchtraceap.collect.model import BatchSizes
 
 LIGHT: BatchSizes = {
-    "gpu": {"train": (32, 256), "infer": (1, 128)},
+    "gpu": {"train": (32, 128), "infer": (1, 128)},
     "cpu": {"train": (2, 4), "infer": (1, 4)},
 }
 """Classifiers and the like: at the small size a GPU waits for launches, at the large one it is full."""
