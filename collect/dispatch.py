@@ -127,8 +127,8 @@ def record(
 ) -> Recording:
     """One step up to its loss or its gradients, run eagerly and on the model itself.
 
-    The model, its buffers, its gradients (None) and the random state are afterwards as they were. The loop
-    must be clean: nothing installed.
+    The model, its buffers, its gradients (None) and the random state are afterwards as they were. Nothing may
+    be armed; what is installed runs as it does in a clean step.
 
     Args:
         loop: Its compiled or distributed wrapper, if there is one, is left out: what that adds is known.

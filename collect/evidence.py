@@ -41,7 +41,9 @@ class Survey:
 
 
 def survey(loop: TrainingLoop) -> Survey:
-    """Run some steps of a loop, before anything is installed, and leave it as it was.
+    """Run some steps of a loop in which nothing is armed, and leave it as it was.
+
+    What is installed has a part in clean steps too (``otherwise`` of a site), so it is best there already.
 
     A host that never waits cannot know what the data are, so each step dispatches the same, and one is
     enough. With waits, as many steps as there are distinct batches.

@@ -21,7 +21,7 @@ from torchtraceap.collect import absence, dispatch
 from torchtraceap.collect.dispatch import EXPLICIT, WAITING, Call, Recorder, Value, Wait, record
 from torchtraceap.collect.evidence import exhaustive, survey
 from torchtraceap.collect.labelling import segments_of
-from torchtraceap.collect.loop import DISTINCT_BATCHES, TrainingLoop
+from torchtraceap.collect.loop import DISTINCT_BATCHES, Placement, TrainingLoop
 from torchtraceap.collect.native import natives, unpaired, waits
 from torchtraceap.collect.would_block import LIFT, count
 from torchtraceap.dataset.attribution import violations
@@ -29,7 +29,7 @@ from torchtraceap.dataset.kineto import read_trace
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace, TraceRecord
 from torchtraceap.labels import segments as runs_of
 from torchtraceap.labels.markers import PREFIX
-from torchtraceap.labels.pattern import PATTERNS, Mode
+from torchtraceap.labels.pattern import PATTERNS, Mode, ModuleSite
 from torchtraceap.labels.types import Instance, Segment
 
 CPU = torch.device("cpu")
@@ -218,6 +218,14 @@ def test_other_runtimes_have_patterns_of_their_own() -> None:
     assert distributed <= survey(loop).absent
     loop.runtime = "distributed"
     assert not distributed & survey(loop).absent
+
+
+def test_what_a_site_does_where_it_is_off_counts() -> None:
+    loop = loop_of(torch.relu)
+    call = loop.module_calls()[0]
+    site = ModuleSite(call, lambda y: y.double().float(), where="after", otherwise=lambda y: y.clone())
+    loop.install(Placement(index=0, sites=[site], acting=frozenset({0})))
+    assert absent(loop) == BY_DISPATCH - {"redundant_copy"}
 
 
 def test_looking_leaves_no_trace() -> None:
