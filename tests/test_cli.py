@@ -101,6 +101,7 @@ def test_alone_it_prints_help(traceap):
         (["score", "x", "y"], ["x"]),
         (["report", "x", "-o", "r.html"], ["x", "traceap build"]),
         (["build", "nowhere", "-o", "x"], ["nowhere"]),
+        (["quality", "nowhere"], ["nowhere holds no shards", "traceap collect"]),
         (["convert", "nowhere.json", "-o", "x.parquet"], ["nowhere.json", "No such file"]),
         (["diagnose", "nowhere.json"], ["nowhere.json", "No such file"]),
     ],
