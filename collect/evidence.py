@@ -69,9 +69,11 @@ def exhaustive(
 
     Args:
         absent: :attr:`Survey.absent`.
-        trace: The trace; for what an injected one holds beside its injections, the clean one stands as well.
+        trace: The workload's clean trace, whichever of its traces is asked about: an injection need not
+            speak for itself.
         has_gpu: Whether it ran on a GPU: without one nothing can wait for it.
-        found: The trace's natives. Without them a waiting pattern is known only if nothing waits at all.
+        found: Natives of the trace that is asked about. Without them a waiting pattern is known only if
+            nothing in ``trace`` waits.
     """
     known = {pattern.id for pattern in PATTERNS if not pattern.native_risk} | absent
     if has_gpu:

@@ -104,7 +104,7 @@ def _grow(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(x: torch.Tensor) -> torch.Tensor:
-    return functional.dropout((x @ x.mT).softmax(-1), 0.0) @ x
+    return (x @ x.mT).softmax(-1) @ x
 
 
 def _attend_by_exponential(x: torch.Tensor) -> torch.Tensor:
