@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,6 +112,7 @@ class TrainingLoop:
         self.runtime: Runtime = "eager"
         self.world = World()
         self._secret = secret
+        self.closing = ExitStack()
         self._iterators: list[Any] = []
         self._calls: list[ModuleCall] | None = None
 
@@ -154,9 +155,10 @@ class TrainingLoop:
         return state
 
     def close(self) -> None:
-        """Stop the loaders' workers."""
+        """Stop the loaders' workers, and undo what was done for as long as the loop lives (``closing``)."""
         for iterator in self._iterators:
             loader.close(iterator)
+        self.closing.close()
 
     # -- stages ---------------------------------------------------------------------------------------
 
@@ -278,10 +280,19 @@ class TrainingLoop:
 
     def _dry_run(self) -> None:
         """The first three stages once, without a gradient and without a trace in buffers or random state."""
-        with self.state_kept(), torch.no_grad():
+        with self.plain(), self.state_kept(), torch.no_grad():
             state = State()
             for stage in STAGES[:3]:
                 self.stages[stage](state)
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Let the forward stage call the model itself, where hooks and modes see what compiling hides."""
+        network, self.network = self.network, self.model
+        try:
+            yield
+        finally:
+            self.network = network
 
     def _probe(self) -> list[ModuleCall]:
         """Run one forward pass with hooks on every module, and put buffers and random state back."""

@@ -1,6 +1,7 @@
 """Runs before any test module is imported: no hub access, caches in a folder that goes away."""
 
 import atexit
+import logging
 import os
 import shutil
 import sys
@@ -17,6 +18,9 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.update(
     HF_HOME=_cache, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1"
 )
+
+# pytest would keep all that the compiler notes on its way, which takes longer than compiling.
+logging.getLogger("torch.__trace").disabled = True
 
 # Helpers of the tests are plain modules (`from traces import random_record`), whatever the import mode.
 sys.path.insert(0, str(Path(__file__).parent))

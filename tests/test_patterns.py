@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from torchtraceap.collect.compiled import compile_network
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.labels.pattern import (
     PATTERNS,
@@ -20,6 +21,7 @@ from torchtraceap.labels.pattern import (
     ModuleCall,
     ModuleSite,
     Pattern,
+    Runtime,
     StageSite,
     State,
     Variant,
@@ -73,8 +75,14 @@ def build() -> nn.Module:
 SPEC = tiny.spec(build)
 
 
-def make_loop(mode: Mode = "train", batch_size: int = 4, *, workers: bool = False) -> TrainingLoop:
-    return (TrainingLoop if workers else tiny.WithoutWorkers)(SPEC, mode, batch_size, CPU, secret="s", seed=1)
+def make_loop(
+    mode: Mode = "train", batch_size: int = 4, *, workers: bool = False, runtime: Runtime = "eager"
+) -> TrainingLoop:
+    spec = tiny.spec(lambda: tiny.Whole(build())) if runtime == "compiled" else SPEC
+    loop = (TrainingLoop if workers else tiny.WithoutWorkers)(spec, mode, batch_size, CPU, secret="s", seed=1)
+    if runtime == "compiled":
+        compile_network(loop, backend="eager")  # the operators of the eager model: equal to the bit
+    return loop
 
 
 def place(loop: TrainingLoop, variant: Variant, *, armed: bool) -> Placement:
@@ -84,9 +92,11 @@ def place(loop: TrainingLoop, variant: Variant, *, armed: bool) -> Placement:
     return placement
 
 
-def run(mode: Mode, variant: Variant, *, armed: bool) -> tuple[list[State], dict[str, torch.Tensor], int]:
+def run(
+    mode: Mode, variant: Variant, *, armed: bool, runtime: Runtime = "eager"
+) -> tuple[list[State], dict[str, torch.Tensor], int]:
     """Three steps with every candidate acting or none: states, parameters with buffers, candidates."""
-    loop = make_loop(mode, workers=variant.starts_workers)
+    loop = make_loop(mode, workers=variant.starts_workers, runtime=runtime)
     try:
         placement = place(loop, variant, armed=armed)
         torch.manual_seed(7)
@@ -97,8 +107,8 @@ def run(mode: Mode, variant: Variant, *, armed: bool) -> tuple[list[State], dict
 
 
 def check_results(pattern: Pattern, variant: Variant, mode: Mode) -> None:
-    clean, clean_model, _ = run(mode, variant, armed=False)
-    changed, changed_model, candidates = run(mode, variant, armed=True)
+    clean, clean_model, _ = run(mode, variant, armed=False, runtime=pattern.runtime)
+    changed, changed_model, candidates = run(mode, variant, armed=True, runtime=pattern.runtime)
     assert 1 <= candidates <= MAX_CANDIDATES
     rounds = pattern.id in ROUND_DIFFERENTLY
     rtol, atol = (1e-5, 1e-6) if rounds else (0, 0)
@@ -134,7 +144,7 @@ def test_example_of_the_guide_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def op_names(pattern: Pattern, variant: Variant | None) -> Counter[str]:
     """Names of a training step's events on the CPU, markers left out."""
-    loop = make_loop(workers=pattern.id == "dataloader_stall")
+    loop = make_loop(workers=pattern.id == "dataloader_stall", runtime=pattern.runtime)
     try:
         sites = (variant or pattern.variants[0]).sites(loop)
         loop.install(Placement(0, sites, frozenset(range(len(sites))), armed=variant is not None))

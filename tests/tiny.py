@@ -46,6 +46,17 @@ def build() -> nn.Module:
     )
 
 
+class Whole(nn.Module):
+    """A model with a class of its own, which a compiled one must have."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
 class Classify:
     """Images and labels."""
 
