@@ -44,7 +44,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         happened.append(f"-{name}")
 
-    monkeypatch.setattr(module_under_test, "record_function", annotation)
+    monkeypatch.setattr(module_under_test, "_RecordFunctionFast", annotation)
     return happened
 
 
