@@ -1,0 +1,370 @@
+"""Material of the leak audit: places that had a marker, and the same places in profiles that never had one.
+
+The loop is that of a collection, with the candidate places of real variants, but what stands there does
+nothing: whatever tells the profiles apart is the harness. For each profile half of the places are drawn as
+those that "act". Profiles with markers and without follow each other in random order, so that a drift of the
+machine is no tell.
+
+A workload runs in a process of its own, for the reasons given in ``runner.py``::
+
+    python -P -m torchtraceap.collect.audit < request.json
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from torchtraceap.collect.model import ZOO
+from torchtraceap.dataset import sites
+from torchtraceap.dataset.parquet import write_table
+from torchtraceap.errors import UserError
+from torchtraceap.labels.markers import PREFIX, parse_marker
+from torchtraceap.labels.pattern import PATTERNS, FunctionSite, Mode, ModuleSite, Site, StageSite
+
+if TYPE_CHECKING:
+    from torchtraceap.collect.loop import Placement, TrainingLoop
+    from torchtraceap.dataset.trace import Trace
+
+PLACEMENTS = 4
+"""Variants whose places are wrapped at once, about as many as in a collected workload."""
+
+WARMUP_STEPS = 3
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """A model in one mode at one batch size; ``profiles`` profiles with markers and as many without."""
+
+    model: str
+    mode: Mode
+    batch_size: int
+    seed: int
+    profiles: int
+
+    @property
+    def name(self) -> str:
+        """A file name without its ending."""
+        model = re.sub(r"[^A-Za-z0-9._]+", "-", self.model)
+        return f"{model}_{self.mode}_b{self.batch_size}"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What the process of a workload is asked for."""
+
+    workload: Workload
+    out: str
+    device: str
+
+
+class Gathered(msgspec.Struct):
+    """What came of a workload: examples by arm, and steps that equal no marked one, which are left out."""
+
+    marked: int = 0
+    bare: int = 0
+    unmatched_steps: int = 0
+
+
+def make_workloads(
+    models: Sequence[str], *, device_type: str, modes: Sequence[Mode], profiles: int, seed: int
+) -> list[Workload]:
+    """A workload for each model and mode that runs on the device, at a batch size drawn by seed.
+
+    Raises:
+        UserError: A model is unknown, or none runs there.
+    """
+    found = []
+    for name in dict.fromkeys(models):
+        batch_sizes = ZOO[name].batch_sizes["cpu" if device_type == "cpu" else "gpu"]
+        for mode in modes:
+            rng = random.Random(f"{seed}/{name}/{mode}")
+            if batch_sizes[mode]:
+                size = rng.choice(list(batch_sizes[mode]))
+                found.append(Workload(name, mode, size, rng.getrandbits(31), profiles))
+    if not found:
+        raise UserError(f"nothing to gather: none of {len(models)} models runs on {device_type}")
+    return found
+
+
+def gather(
+    workloads: Sequence[Workload],
+    out: Path,
+    *,
+    device: str,
+    time_limit: float,
+    on_event: Callable[[Workload, Gathered | str], None],
+) -> None:
+    """Write a file ``<workload>.parquet`` of ``dataset.sites.EXAMPLES`` for each that is missing in ``out``.
+
+    Args:
+        workloads: What to run.
+        out: Folder.
+        device: Full name of a device.
+        time_limit: Seconds that a workload may take.
+        on_event: Told how each ended: what was gathered, or in one line why nothing was.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for workload in workloads:
+        path = out / f"{workload.name}.parquet"
+        if not path.exists():
+            on_event(workload, _in_a_process(Request(workload, str(path), device), time_limit))
+
+
+def _in_a_process(request: Request, time_limit: float) -> Gathered | str:
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "torchtraceap.collect.audit"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,  # so that its loader workers can be ended with it
+    )
+    try:
+        stdout, stderr = process.communicate(msgspec.json.encode(request), timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        return f"time limit of {time_limit:g} s reached"
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    lines = (stdout if process.returncode == 0 else stderr).decode(errors="replace").strip().splitlines()
+    if process.returncode or not lines:
+        return lines[-1] if lines else f"ended with {process.returncode}"
+    return msgspec.json.decode(lines[-1], type=Gathered)
+
+
+def run(request: Request) -> Gathered:
+    """Profile one workload and write its examples; in this process.
+
+    Raises:
+        UserError: No variant has a place in the model.
+        Whatever the model raises.
+    """
+    import torch
+
+    from torchtraceap.collect import devices
+    from torchtraceap.collect.loop import TrainingLoop
+
+    workload = request.workload
+    device = devices.resolve(request.device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+        torch.set_float32_matmul_precision("high")
+    secret = secrets.token_hex(4)
+    loop = TrainingLoop(
+        ZOO[workload.model], workload.mode, workload.batch_size, device, secret=secret, seed=workload.seed
+    )
+    with closing(loop):
+        return _gather(loop, workload, secret, Path(request.out))
+
+
+def _gather(loop: TrainingLoop, workload: Workload, secret: str, out: Path) -> Gathered:
+    from torchtraceap.collect import devices
+
+    rng = random.Random(workload.seed)
+    placements = empty_placements(loop, rng)
+    if not placements:
+        raise UserError(f"{workload.model}: no variant has a place in it")
+    wrapping = Wrapping(loop, placements)
+    for _ in range(WARMUP_STEPS):
+        loop.step()
+    devices.synchronize(loop.device)
+
+    arms = [*sites.ARMS] * workload.profiles
+    rng.shuffle(arms)
+    taken: list[tuple[str, Trace, Marks]] = []
+    drawn = 0
+    for arm in arms:
+        with wrapping.only_if(arm == "marked"):
+            if arm == "marked":
+                _draw(placements, rng, complement=drawn % 2 == 1)
+                drawn += 1
+            taken.append((arm, *_profile(loop, secret)))
+    return write_examples(out, loop.spec.name, loop.spec.family, workload.mode, taken)
+
+
+def _draw(placements: Sequence[Placement], rng: random.Random, *, complement: bool) -> None:
+    """Let half of the places act: any, or those that did not before, so that none acts more often."""
+    for placement in placements:
+        count = len(placement.sites)
+        half = frozenset(rng.sample(range(count), (count + rng.randint(0, 1)) // 2))
+        placement.acting = frozenset(range(count)) - placement.acting if complement else half
+        placement.armed = True
+
+
+Marks = list[dict[sites.Place, set[bool]]]
+"""For each published step where markers lay, and whether they said that their place acts."""
+
+
+def _profile(loop: TrainingLoop, secret: str) -> tuple[Trace, Marks]:
+    """A trace as it would be published, and where its markers lay."""
+    from torchtraceap.collect import profiling
+    from torchtraceap.collect.cutting import keep_steps
+    from torchtraceap.collect.labelling import number_steps, strip
+
+    raw = profiling.profile_steps(loop, settle=0)
+    marks = marks_of(raw, secret)[profiling.LEAD_IN :]
+    published, _ = keep_steps(strip(raw), [], profiling.LEAD_IN, profiling.PROFILED_STEPS)
+    return number_steps(published), marks
+
+
+def marks_of(raw: Trace, secret: str) -> Marks:
+    """Where the markers of a trace lie that still has them."""
+    is_marker = np.array([op.name.startswith(PREFIX) for op in raw.ops], dtype=bool)[raw.events.op]
+    marks: Marks = []
+    for step in sites.places(raw, is_marker):
+        here: dict[sites.Place, set[bool]] = {}
+        for place, event in step:
+            marker = parse_marker(secret, raw.ops[raw.events.op[event]].name)
+            assert marker is not None
+            here.setdefault(place, set()).add(marker.on)
+        marks.append(here)
+    return marks
+
+
+def write_examples(
+    out: Path, model: str, family: str, mode: Mode, taken: Sequence[tuple[str, Trace, Marks]]
+) -> Gathered:
+    """Describe the marked places in all profiles of one loop and write them.
+
+    A step without markers is looked at where an equal step with markers had them. A place at which one
+    marker said that it acts and another that it does not is not used to tell the two apart.
+
+    Args:
+        out: File to write.
+        model, family, mode: For the rows.
+        taken: Arm, published trace and marks of each profile.
+    """
+    known: dict[tuple[str, ...], set[sites.Place]] = {}
+    read = [(arm, trace, sites.steps(trace), marks) for arm, trace, marks in taken]
+    for _, trace, steps, marks in read:
+        for step, here in zip(steps, marks, strict=True):
+            if here:
+                known.setdefault(sites.sequence(trace, step), set()).update(here)
+
+    gathered = Gathered()
+    batches = []
+    for arm, trace, steps, marks in read:
+        where = [sorted(known.get(sites.sequence(trace, step), ())) for step in steps]
+        gathered.unmatched_steps += sum(not here for here in where)
+        count = sum(map(len, where))
+        if not count:
+            continue
+        columns: dict[str, Any] = {
+            "model": [model] * count,
+            "family": [family] * count,
+            "mode": [mode] * count,
+            "profile": [secrets.token_hex(8)] * count,
+            "arm": [arm] * count,
+            "selected": [
+                _selected(here.get(place)) for here, some in zip(marks, where, strict=True) for place in some
+            ],
+            **sites.describe(trace, steps, where),
+        }
+        batches.append(pa.RecordBatch.from_pydict(columns, schema=sites.EXAMPLES))
+        setattr(gathered, arm, getattr(gathered, arm) + count)
+    write_table(out, batches, sites.EXAMPLES)
+    return gathered
+
+
+def _selected(said: set[bool] | None) -> int:
+    return -1 if said is None or len(said) > 1 else int(True in said)
+
+
+def empty_placements(loop: TrainingLoop, rng: random.Random) -> list[Placement]:
+    """The candidate places of some variants drawn from the catalogue, at which nothing happens, on or off."""
+    from torchtraceap.collect.loop import Placement
+
+    variants = [
+        variant
+        for pattern in PATTERNS
+        if pattern.applies(loop.device.type, loop.mode, loop.runtime) is None
+        for variant in (*pattern.variants, *pattern.lookalikes)
+        if not variant.starts_workers
+    ]
+    rng.shuffle(variants)
+    placements: list[Placement] = []
+    for variant in variants:
+        if len(placements) < PLACEMENTS and (found := variant.sites(loop)):
+            emptied = [_emptied(site) for site in found]
+            placements.append(Placement(len(placements), emptied, frozenset()))
+    return placements
+
+
+def _emptied(site: Site) -> Site:
+    """The site with a body that only does what the loop does without it; where it marks, it marks nothing."""
+    if isinstance(site, FunctionSite):
+        return replace(site, body=lambda original, *args, **kwargs: original(*args, **kwargs))
+
+    def around(first: Any, second: Any) -> Any:
+        # A stage's body is given the state first, a module's the original.
+        return second(first) if isinstance(site, StageSite) else first(second)
+
+    def inside(first: Any, second: Any, mark: Callable[[], Any]) -> Any:
+        with mark():
+            pass
+        return around(first, second)
+
+    bodies: dict[str, Callable[..., Any]] = {
+        "around": around,
+        "inside": inside,
+        "before": lambda x: x,
+        "after": lambda x: x,
+    }
+    if isinstance(site, StageSite):
+        return replace(site, body=bodies[site.where], otherwise=None, data=None)
+    assert isinstance(site, ModuleSite)
+    return replace(site, body=bodies[site.where], otherwise=None)
+
+
+class Wrapping:
+    """Installs placements and can take them out again, so that nothing of them is left in the loop."""
+
+    def __init__(self, loop: TrainingLoop, placements: Sequence[Placement]) -> None:
+        self._loop = loop
+        self._bare = self._state()
+        for placement in placements:
+            loop.install(placement)
+        self._wrapped = self._state()
+
+    def _state(self) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        forwards = {module: module.__dict__.get("forward") for module in self._loop.model.modules()}
+        return dict(self._loop.stages), forwards
+
+    @contextmanager
+    def only_if(self, wrapped: bool) -> Iterator[None]:
+        """The loop with or without the placements while the block runs; with them afterwards."""
+        try:
+            self._put(self._wrapped if wrapped else self._bare)
+            yield
+        finally:
+            self._put(self._wrapped)
+
+    def _put(self, state: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
+        stages, forwards = state
+        self._loop.stages = dict(stages)
+        for module, forward in forwards.items():
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+if __name__ == "__main__":
+    try:
+        print(msgspec.json.encode(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Request))).decode())
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,171 @@
+"""`traceap collect-audit` and `audit`: do published traces show where the harness put its markers?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchtraceap import console
+from torchtraceap.collect import TIME_LIMIT
+from torchtraceap.commands._options import Dataset, Json, Seed
+from torchtraceap.commands.collecting import LoopMode, Tier, resolve_device
+from torchtraceap.errors import UserError
+
+if TYPE_CHECKING:
+    from torchtraceap.collect.audit import Gathered, Workload
+    from torchtraceap.eval.audit import Arm, MetadataRow
+
+NOT_PASSED = 1
+PARTLY_FAILED = 1
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the two commands."""
+    app.command("collect-audit", epilog="Example: traceap collect-audit -o runs/audit --tier small")(
+        collect_audit
+    )
+    app.command("audit", epilog="Example: traceap audit data --examples runs/audit")(audit)
+
+
+def collect_audit(
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--out", metavar="EXAMPLES", help="Folder; workloads that it has are not run again."
+        ),
+    ],
+    model: Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")] = None,
+    tier: Annotated[Tier | None, typer.Option("--tier", help="A selection of models.")] = None,
+    mode: Annotated[
+        list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
+    ] = None,
+    profiles: Annotated[
+        int, typer.Option("--profiles", min=1, help="Of a workload, with markers and as many without.")
+    ] = 4,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
+    seed: Seed = 0,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=1, help="Seconds that a workload may take.")
+    ] = TIME_LIMIT,
+    as_json: Json = False,
+) -> None:
+    """Gather the examples that `traceap audit` needs: places with a marker, and the same without.
+
+    Exit code 1 when a workload failed; the others are kept.
+    """
+    from torchtraceap.collect.audit import gather, make_workloads
+    from torchtraceap.collect.model import ZOO
+
+    models = list(model or [])
+    if tier is not None:
+        models += [spec.name for spec in ZOO if spec.small or tier is Tier.all]
+    if not models:
+        raise UserError("name models with --model (see `traceap zoo list`) or a selection with --tier small")
+    for name in models:
+        ZOO[name]
+    device, kind = resolve_device(device)
+    workloads = make_workloads(
+        models,
+        device_type=kind,
+        modes=[m.value for m in mode] if mode else ("train", "infer"),
+        profiles=profiles,
+        seed=seed,
+    )
+    done: dict[str, Gathered] = {}
+    failed: dict[str, str] = {}
+
+    with console.progress() as bar:
+        task = bar.add_task("gathering", total=len(workloads))
+
+        def on_event(workload: Workload, result: Gathered | str) -> None:
+            if isinstance(result, str):
+                failed[workload.name] = result
+                console.note(f"{workload.name}: failed: {result}")
+            else:
+                done[workload.name] = result
+                console.note(f"{workload.name}: {result.marked} marked, {result.bare} bare")
+            bar.update(task, completed=len(done) + len(failed), description=console.safe(workload.name))
+
+        gather(workloads, out, device=device, time_limit=time_limit, on_event=on_event)
+    if as_json:
+        console.emit_json({"done": done, "failed": failed, "out": str(out)})
+    else:
+        marked, bare = (sum(getattr(one, arm) for one in done.values()) for arm in ("marked", "bare"))
+        print(f"{marked} marked and {bare} bare places of {len(done)} workloads in {console.visible(out)}")
+    if failed:
+        raise typer.Exit(PARTLY_FAILED)
+
+
+def audit(
+    dataset: Dataset,
+    examples: Annotated[
+        Path | None,
+        typer.Option("--examples", metavar="EXAMPLES", help="Folder that `traceap collect-audit` filled."),
+    ] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Say whether markers leave a trace in published traces, and what metadata and lengths alone tell.
+
+    Exit code 1 when a classifier finds the markers, or when there are too few examples to say so.
+    """
+    from torchtraceap.eval.audit import audit_examples, audit_metadata, to_dict
+
+    files = sorted(examples.glob("*.parquet")) if examples is not None else []
+    if examples is not None and not files:
+        raise UserError(f"{examples} holds no examples; make some with `traceap collect-audit`")
+    arms = audit_examples(files, seed=seed) if files else []
+    metadata = audit_metadata(dataset, seed=seed)
+    result = to_dict(arms, metadata)
+    if as_json:
+        console.emit_json(result)
+    else:
+        print_metadata(metadata)
+        print_arms(arms)
+    if not result["passed"]:
+        raise typer.Exit(NOT_PASSED)
+
+
+def print_arms(arms: list[Arm]) -> None:
+    """The verdict, a row an arm."""
+    if not arms:
+        console.note("markers were not audited: give --examples, made by `traceap collect-audit`")
+        return
+    columns = ("arm", "examples", "families", "AUROC", "95 %", "verdict", "it goes by")
+    rows = [
+        (
+            arm.name,
+            f"{arm.positives} / {arm.negatives}",
+            arm.families,
+            arm.auroc,
+            f"{arm.low:.3f} - {arm.high:.3f}",
+            f"{'passed' if arm.passed else 'FAILED'}: {arm.reason}",
+            _telling(arm.telling),
+        )
+        for arm in arms
+    ]
+    console.table("where markers were", columns, rows)
+
+
+def print_metadata(rows: list[MetadataRow]) -> None:
+    """What is known without looking at a single event."""
+    columns = ("question", "given", "yes / no", "units", "AUROC", "95 %", "it goes by")
+    cells = [
+        (
+            row.question,
+            row.given,
+            f"{row.positives} / {row.negatives}",
+            row.units,
+            row.auroc,
+            f"{row.low:.3f} - {row.high:.3f}",
+            _telling(row.telling),
+        )
+        for row in rows
+    ]
+    console.table("what metadata, counts and lengths alone tell", columns, cells)
+
+
+def _telling(columns: dict[str, float]) -> str:
+    return ", ".join(f"{name} {lost:.2f}" for name, lost in columns.items())
