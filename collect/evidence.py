@@ -57,11 +57,6 @@ def survey(loop: TrainingLoop) -> Survey:
     return Survey(absent(first, doubled, loop.device.type) | elsewhere, steps)
 
 
-def absent_by_dispatch(loop: TrainingLoop) -> set[str]:
-    """:attr:`Survey.absent` alone."""
-    return set(survey(loop).absent)
-
-
 def exhaustive(
     absent: set[str] | frozenset[str], trace: Trace, has_gpu: bool, found: Natives | None = None
 ) -> list[str]:

@@ -96,6 +96,8 @@ def make_plan(
         UserError: A model or pattern is unknown, or nothing is left to run or to inject.
     """
     specs = [ZOO[name] for name in dict.fromkeys(models)]
+    if runtime == "compiled":
+        _require_compilable(specs)
     catalogue = [PATTERNS[name] for name in dict.fromkeys(patterns)] if patterns else list(PATTERNS)
     kind: DeviceKind = "cpu" if device_type == "cpu" else "gpu"
     used: Counter[str] = Counter()
@@ -141,6 +143,16 @@ def make_plan(
         reasons = {p.applies(device_type, job.mode, runtime) for p in catalogue for job in jobs}
         raise UserError(f"nothing to inject: {'; '.join(sorted(map(str, reasons)))}")
     return jobs
+
+
+def _require_compilable(specs: Sequence[ModelSpec]) -> None:
+    from torchtraceap.collect.compiled import MODELS  # imports torch
+
+    if unfit := [spec.name for spec in specs if spec.name not in MODELS]:
+        raise UserError(
+            f"{', '.join(unfit)} cannot be collected compiled: known to compile to one graph are "
+            f"{', '.join(MODELS)}"
+        )
 
 
 def _digest(seed: int, spec: ModelSpec, mode: Mode) -> int:

@@ -17,9 +17,10 @@ import msgspec
 import torch
 
 from torchtraceap.collect import devices, profiling
+from torchtraceap.collect.compiled import absent_when_compiled, compile_network
 from torchtraceap.collect.cutting import keep_steps, steps_below
 from torchtraceap.collect.distributed import World, distribute, join, leave, run_ranks, share_cpu
-from torchtraceap.collect.evidence import absent_by_dispatch, exhaustive
+from torchtraceap.collect.evidence import exhaustive, survey
 from torchtraceap.collect.labelling import Armed, label, number_steps, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.collect.measure import (
@@ -30,8 +31,10 @@ from torchtraceap.collect.measure import (
     step_seconds,
 )
 from torchtraceap.collect.model import ZOO
+from torchtraceap.collect.native import natives
 from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.plan import Injection, Job, settles_slowly
+from torchtraceap.collect.regions import number_regions
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.parquet import write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
@@ -210,12 +213,16 @@ class Session:
             rank=rank,
             take_device=take_device,
         )
+        if job.runtime == "compiled":
+            compile_network(self.loop)
         self.placed: list[Injected] = []
         self.arms: list[list[Injected]] = [[]]
         self.twins: list[Injected] = []
         self.skipped: list[str] = []
         self.nulls: list[Look] = []
         self.differences: list[dict[str, Any]] = []
+        self.disagreements: set[str] = set()
+        self.absent_when_compiled: set[str] = set()
         self.clean_ms = math.nan
 
     def run(self, out: Path) -> dict[str, Any]:
@@ -223,19 +230,19 @@ class Session:
         world = self.loop.world
         self.pair_id = world.agreed(secrets.token_hex(8))
         self._place()
-        absent = absent_by_dispatch(self.loop)
         for one in self.placed:
             self.loop.install(one.placement)
+        self.progress("surveying")
+        with self.loop.plain():
+            self.seen = survey(self.loop)
         self.progress("warming up")
         self._warm_up()
         steps = block_steps(self.loop)
         self._measure(steps)
         records = self._profile_arms()
 
-        known = exhaustive(absent, records[0].trace, has_gpu=self.loop.device.type != "cpu")
         hardware = devices.hardware(self.loop.device)
         for record in records:
-            record.exhaustive = known
             record.meta["hardware_id"] = hardware["hardware_id"]
         records = world.gathered(records)
         differences = world.gathered(self.differences)
@@ -249,10 +256,12 @@ class Session:
             "block_steps": steps,
             "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
             "differences": differences,
+            "disagreements": sorted(self.disagreements),
             "instances": [
                 {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
                 for r in records
                 for i, instance in enumerate(r.instances)
+                if instance.source != "native"
             ],
         }
         records.sort(key=lambda record: record.trace_id)  # random: the order of profiling is not published
@@ -263,6 +272,7 @@ class Session:
             "segments": sum(len(r.segments) for r in records),
             "states": [f"{one.name}: {one.instance().state}" for one in self.placed],
             "skipped": self.skipped,
+            "natives": sorted({i.pattern for r in records for i in r.instances if i.source == "native"}),
         }
 
     def _place(self) -> None:
@@ -342,6 +352,8 @@ class Session:
         """Every arm as it will run: what allocates, compiles or tunes does so now."""
         for _ in range(WARMUP_STEPS):
             self.loop.step()
+        if self.loop.runtime == "compiled":
+            self.absent_when_compiled = absent_when_compiled(self.loop)
         for arm in [*self.arms[1:], *([twin] for twin in self.twins)]:
             with _armed(arm):
                 for _ in range(max(2, *(one.variant.settle_steps for one in arm))):
@@ -381,12 +393,13 @@ class Session:
                 profiles[number] = acting, profiling.profile_steps(self.loop, settle)
         self.leave_device()
         self.progress("labelling")
-        clean = Paths(strip(profiles[0][1]))
+        stripped = strip(profiles[0][1])
+        clean = Paths(stripped)
         records = []
         for number in range(len(self.arms)):
             acting, profile = profiles[number]
             labelled = self._label(acting, profile, clean)
-            records.append(self._record(acting, *labelled))
+            records.append(self._record(acting, *labelled, stripped))
             if number:
                 different = self._difference(acting, profile, labelled[1], *profiles[0])
                 self.differences.append({"trace_id": records[-1].trace_id, **msgspec.to_builtins(different)})
@@ -415,7 +428,16 @@ class Session:
         }
         return label(profile, self.secret, armed, clean)
 
-    def _record(self, arm: list[Injected], whole: Trace, segments: list[Segment]) -> TraceRecord:
+    def _record(
+        self, arm: list[Injected], whole: Trace, segments: list[Segment], clean: Trace
+    ) -> TraceRecord:
+        found = natives(self.seen.waits, whole, segments)
+        self.disagreements.update(found.disagreements)
+        instances = [*(one.instance() for one in arm), *found.instances]
+        segments = segments + [
+            msgspec.structs.replace(one, instance=one.instance + len(arm)) for one in found.segments
+        ]
+        segments.sort(key=lambda one: (one.start_ns, one.lane, one.first_event))
         whole, segments = keep_steps(whole, segments, profiling.LEAD_IN, profiling.PROFILED_STEPS)
         trace = whole
         count = self.loop.world.smallest(steps_below(whole, self.event_cap))
@@ -425,9 +447,10 @@ class Session:
             first = self.rng.choice(sorted(acting or range(profiling.PROFILED_STEPS)))
             trace, segments = keep_steps(whole, segments, min(first, profiling.PROFILED_STEPS - count), count)
         trace = number_steps(trace)
-        was_cut = len(trace.step_bounds) < profiling.PROFILED_STEPS
-        arm, segments = self._seen(arm, segments, was_cut=was_cut)
-        instances = [one.instance() for one in arm]
+        if self.loop.runtime == "compiled":
+            trace = number_regions(trace)
+        self._require_seen(arm, segments, was_cut=count < profiling.PROFILED_STEPS)
+        instances, segments = _with_segments(instances, segments)
         spec, loop = self.loop.spec, self.loop
         step_ms = self._step_ms(arm)
         record = TraceRecord(
@@ -456,6 +479,9 @@ class Session:
             },
             instances=instances,
             segments=segments,
+            exhaustive=exhaustive(
+                self.seen.absent | self.absent_when_compiled, clean, loop.device.type != "cpu", found
+            ),
         )
         record.meta["quality"] = record.quality
         trace.check(f"trace of {spec.name}")
@@ -474,18 +500,13 @@ class Session:
             for one in arm
         )
 
-    def _seen(
-        self, arm: list[Injected], segments: list[Segment], *, was_cut: bool
-    ) -> tuple[list[Injected], list[Segment]]:
-        """Leave out what left no event: look-alikes (a view, a cast to the same type), steps cut away."""
-        found = sorted({segment.instance for segment in segments})
+    def _require_seen(self, arm: list[Injected], segments: list[Segment], *, was_cut: bool) -> None:
+        """Make sure that patterns left events, but for what was cut away with the steps it acted in."""
+        found = {segment.instance for segment in segments}
         for i, one in enumerate(arm):
             elsewhere = was_cut and one is not arm[0]
             if i not in found and not one.is_lookalike and not elsewhere:
                 raise RuntimeError(f"{one.name} acted, but no event of the trace belongs to it")
-        position = {old: new for new, old in enumerate(found)}
-        renumbered = [msgspec.structs.replace(s, instance=position[s.instance]) for s in segments]
-        return [arm[i] for i in found], renumbered
 
     def _cost(self, instance: Instance) -> Cost | None:
         return next(
@@ -493,6 +514,16 @@ class Session:
             for one in self.placed
             if (one.pattern.id, one.variant.name) == (instance.pattern, instance.variant)
         )
+
+
+def _with_segments(
+    instances: list[Instance], segments: list[Segment]
+) -> tuple[list[Instance], list[Segment]]:
+    """Leave out instances without an event: look-alikes (a view, a cast to the same type), steps cut away."""
+    found = sorted({segment.instance for segment in segments})
+    position = {old: new for new, old in enumerate(found)}
+    renumbered = [msgspec.structs.replace(s, instance=position[s.instance]) for s in segments]
+    return [instances[i] for i in found], renumbered
 
 
 @contextmanager

@@ -70,8 +70,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quality(instances: list[Instance]) -> Quality:
-    """Label a trace: bad with a costly instance, good with neither a costly nor an undecided one."""
-    states = {instance.state for instance in instances}
+    """Label a trace: bad with a costly instance, good with neither a costly nor an undecided one.
+
+    Native instances have no part in it: nothing is known of what they cost.
+    """
+    states = {instance.state for instance in instances if instance.source != "native"}
     if "costly" in states:
         return "bad"
     return "undecided" if "undecided" in states else "good"

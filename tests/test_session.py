@@ -145,6 +145,7 @@ def test_traces_of_a_workload(tmp_path: Path) -> None:
         "segments": len(copy.segments) + len(optimizer.segments),
         "states": ["redundant_copy/clone: costly", "unfused_optimizer/for_loop: benign"],
         "skipped": [],
+        "natives": [],
     }
     assert (clean.quality, copy.quality, optimizer.quality) == ("good", "bad", "good")
     assert clean.segments == []
@@ -211,7 +212,7 @@ def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
 def test_costs_are_measured_before_the_first_profile(tmp_path: Path) -> None:
     run(job(COPY, OPTIMIZER, lookalikes=[SCALAR_CAST]), tmp_path)
     kinds = [text.split()[0] for text in told]
-    assert kinds == ["building", "warming"] + ["measuring"] * 3 + ["profiling"] * 3 + ["labelling"]
+    assert kinds == ["building", "surveying", "warming"] + ["measuring"] * 3 + ["profiling"] * 3 + ["labelling"]
 
 
 def test_a_lookalike_appears_in_some_traces_and_is_never_costly(tmp_path: Path) -> None:

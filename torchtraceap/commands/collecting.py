@@ -119,6 +119,10 @@ def collect(
     for name in pattern or ():
         PATTERNS[name]
     device, kind = resolve_device(device)
+    if runtime is LoopRuntime.compiled and tier is not None:
+        from torchtraceap.collect.compiled import MODELS
+
+        models = [name for name in models if name in MODELS or name in (model or ())]
     plan = make_plan(
         models,
         device_type=kind,
