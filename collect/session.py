@@ -230,10 +230,13 @@ class Session:
         world = self.loop.world
         self.pair_id = world.agreed(secrets.token_hex(8))
         self._place()
+        self.progress("surveying")
+        if self.loop.runtime != "eager":  # dispatch modes reach the bare model only; what is installed may not
+            with self.loop.plain():
+                self.seen = survey(self.loop)
         for one in self.placed:
             self.loop.install(one.placement)
-        self.progress("surveying")
-        with self.loop.plain():
+        if self.loop.runtime == "eager":
             self.seen = survey(self.loop)
         self.progress("warming up")
         self._warm_up()
