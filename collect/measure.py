@@ -14,7 +14,7 @@ from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.labels.cost import LEAST_REPORT_PAIRS, LOOKS, Cost, Look, conclude, look
 
-BLOCK_SECONDS = {"cpu": 0.12, "gpu": 0.01}
+BLOCK_SECONDS = {"cpu": 0.05, "gpu": 0.01}
 """A block is as many steps as fit in this, within the bounds below.
 
 Short on a GPU: what disturbs a host lasts for some steps (on a virtual machine with an H200 the times of
