@@ -21,12 +21,8 @@ from torchtraceap.labels.types import Instance
 EAGER = [pattern for pattern in PATTERNS if pattern.runtime == "eager"]
 
 LEFT_OVER = {
-    # It returns a view. An in-place ReLU behind it then takes the detour of autograd for views.
-    "layout_ping_pong": {"permute"},
     # By its definition: only the repeated forward pass belongs to it, not the calls around it.
     "over_checkpointing": {"reentrant"},
-    # Its gradients lie otherwise in memory than the fused kernel's, and are copied where heads were split.
-    "unfused_attention": {"matmul_softmax", "baddbmm", "einsum"},
 }
 """By pattern, the variants that make code outside of all labels do something else."""
 

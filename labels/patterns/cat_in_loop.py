@@ -22,7 +22,8 @@ def _sites(loop: Loop, gather: Callable[[Tensor, int], Tensor]) -> list[Site]:
     """``gather(x, dim)`` puts an activation together again from pieces along ``dim``.
 
     The samples are the pieces, or what else has several entries. A careful loop collects them in a list and
-    copies them once; an activation that is there already needs no copy, so nothing stands for that.
+    copies them once. Nothing stands for that where a site is off: an activation that is there already needs no
+    copy, and one in clean code would be a redundant_copy.
     """
 
     def body(x: Tensor) -> Tensor:
@@ -96,7 +97,10 @@ register(
         scope="local",
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="marker+backward",
-        belongs="The views of the pieces, the copies, their backward operators, and the kernels of all.",
+        belongs=(
+            "The views of the pieces, the copies, their backward operators, and the kernels of all. One copy "
+            "of the whole is among them that a careful loop needs, too: what is measured is so much too dear."
+        ),
         precondition=(
             f"A dimension of the activation has two entries or more; there are at most {MAX_PIECES} pieces; "
             "ahead of a module that writes to its input there is no place."

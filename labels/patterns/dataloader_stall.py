@@ -139,7 +139,7 @@ loader = DataLoader(
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
             "https://docs.pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading",
             # SynchronizedDataLoaderPattern
-            "https://github.com/pytorch/pytorch/blob/main/torch/profiler/_pattern_matcher.py",
+            "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/profiler/_pattern_matcher.py",
         ),
         native_risk=False,
     )

@@ -179,7 +179,7 @@ with torch.autocast("cuda", dtype=torch.bfloat16):
             "https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html",
             "https://docs.pytorch.org/docs/stable/amp.html",
             # FP32MatMulPattern
-            "https://github.com/pytorch/pytorch/blob/main/torch/profiler/_pattern_matcher.py",
+            "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/profiler/_pattern_matcher.py",
         ),
     )
 )

@@ -47,14 +47,25 @@ def _inverse(order: Order) -> Order:
 
 
 def _copied(x: Tensor, order: Order) -> Tensor:
-    """``x`` with its dimensions in ``order`` in memory; a copy, if they are not."""
+    """``x`` with its dimensions in ``order`` in memory; a copy, if they are not.
+
+    No view of a copy, where the order has a name: autograd records a write to a view in other operators than
+    one to the activation itself, and a module behind this may write in place.
+    """
+    import torch
+
+    if order == (0, 2, 3, 1):
+        return x.contiguous(memory_format=torch.channels_last)
+    if order == tuple(range(len(order))):
+        return x.contiguous()
     return x.permute(order).contiguous().permute(_inverse(order))
 
 
 def _permute(loop: Loop) -> list[Site]:
     def body(x: Tensor) -> Tensor:
         order = _order(x)
-        return _copied(_copied(x, _other(order)), order)
+        other = _other(order)
+        return _copied(x.permute(other).contiguous().permute(_inverse(other)), order)
 
     return _sites(loop, body)
 

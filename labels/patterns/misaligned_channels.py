@@ -167,7 +167,7 @@ logits = head(features)[:, :classes]  # a view
             "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html",
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
             # MatMulDimInFP16Pattern
-            "https://github.com/pytorch/pytorch/blob/main/torch/profiler/_pattern_matcher.py",
+            "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/profiler/_pattern_matcher.py",
         ),
     )
 )

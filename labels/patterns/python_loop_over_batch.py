@@ -104,7 +104,7 @@ y = torch.vmap(function)(x)
         references=(
             "https://docs.pytorch.org/docs/stable/generated/torch.vmap.html",
             # ForLoopIndexingPattern
-            "https://github.com/pytorch/pytorch/blob/main/torch/profiler/_pattern_matcher.py",
+            "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/profiler/_pattern_matcher.py",
         ),
     )
 )

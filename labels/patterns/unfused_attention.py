@@ -69,10 +69,33 @@ def _like_fused(y: Tensor, query: Tensor) -> Tensor:
     Most models hold the heads of a token together, and merge them next. The copy that this would take here
     is the pattern's, and so belongs inside of it.
     """
-    order = sorted(range(y.ndim), key=query.stride, reverse=True)
+    order = _order(query)
     if y.ndim != 4 or order == [0, 1, 2, 3]:
         return y
-    return y.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+    return y.permute(order).contiguous().permute(_inverse(order))
+
+
+def _gradient_like_fused(x: Tensor) -> Tensor:
+    """``x`` through views that give its gradient the memory order of ``x``, as the fused kernels do.
+
+    The gradients of the products have the plain order. Where a model splits heads by a view, its backward
+    would copy them, which is the pattern's copy, too. A view into a larger tensor is left alone: its backward
+    writes into a gradient of that tensor, in whatever order.
+    """
+    order = _order(x)
+    dense = x.permute(order)
+    if not x.requires_grad or order == sorted(order) or not dense.is_contiguous():
+        return x
+    return dense.view(-1).view(dense.shape).permute(_inverse(order))
+
+
+def _order(x: Tensor) -> list[int]:
+    """Dimensions from the one with the largest stride to the one with the smallest."""
+    return sorted(range(x.ndim), key=x.stride, reverse=True)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
 
 
 def _share_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +119,7 @@ def _written_out(attend: Body) -> Body:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        query, key, value = map(_gradient_like_fused, (query, key, value))
         if enable_gqa:
             key, value = _share_heads(query, key, value)
         mask = _causal_mask(query, key) if is_causal else attn_mask
@@ -159,8 +183,8 @@ register(
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="marker+backward",
         belongs=(
-            "The products, the scaling, the mask, the softmax, the copy that puts the heads back in order, "
-            "their backward operators, and the kernels of all of these."
+            "The products, the scaling, the mask, the softmax, the copies that put the heads of the result and of "
+            "gradients back in order, their backward operators, and the kernels of all of these."
         ),
         precondition=(
             "The model calls torch.nn.functional.scaled_dot_product_attention without dropout, once in a "

@@ -138,7 +138,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             "https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html",
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
             # OptimizerSingleTensorPattern
-            "https://github.com/pytorch/pytorch/blob/main/torch/profiler/_pattern_matcher.py",
+            "https://github.com/pytorch/pytorch/blob/v2.9.0/torch/profiler/_pattern_matcher.py",
         ),
         native_risk=False,
     )
