@@ -335,6 +335,27 @@ def test_first_block_learns_under_an_older_checkpoint() -> None:
     assert not torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("name", ["blocks", "reentrant"])
+def test_what_a_checkpointed_block_returns_may_be_written_to(name: str) -> None:
+    """It returns a view, and a module behind it works in place."""
+
+    def build() -> nn.Module:
+        block = nn.Sequential(nn.Linear(6, 8), nn.Unflatten(3, (2, 4)))
+        return nn.Sequential(
+            nn.Conv2d(3, 3, 1), block, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(3 * 6 * 8, 5)
+        )
+
+    weights = []
+    for armed in (False, True):
+        loop = make_loop(build)
+        sites = variant_of(f"over_checkpointing/{name}").sites(loop)
+        assert len(sites) == 1
+        loop.install(Placement(0, sites, frozenset({0}), armed=armed))
+        loop.step()
+        weights.append(loop.model.state_dict())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
 # -- misaligned_channels ------------------------------------------------------------------------------
 
 

@@ -22,8 +22,8 @@ def _sites(loop: Loop, gather: Callable[[Tensor, int], Tensor]) -> list[Site]:
     """``gather(x, dim)`` puts an activation together again from pieces along ``dim``.
 
     The samples are the pieces, or what else has several entries. A careful loop collects them in a list and
-    copies them once. Nothing stands for that where a site is off: an activation that is there already needs no
-    copy, and one in clean code would be a redundant_copy.
+    copies them once. Nothing stands for that where a site is off: an activation that is there already needs
+    no copy, and one in clean code would be a redundant_copy.
     """
 
     def body(x: Tensor) -> Tensor:

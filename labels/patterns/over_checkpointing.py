@@ -62,8 +62,16 @@ def _checkpoint(run: Callable[[Tensor], Tensor], x: Tensor, *, reentrant: bool =
 
 
 def _reentrant_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    import torch
+
+    def no_view(x: Tensor) -> Tensor:
+        # In the forward pass nothing of ``run`` is recorded. A view that comes out of it may not be written
+        # to in place, as the model may do next; ``data`` is the same memory, and no view for autograd.
+        y = run(x)
+        return y if torch.is_grad_enabled() else y.data
+
     # The older kind gives no gradients at all if its input needs none, as at the first block of a model.
-    return _checkpoint(run, x, reentrant=x.requires_grad)
+    return _checkpoint(no_view, x, reentrant=True) if x.requires_grad else _checkpoint(run, x)
 
 
 def _blocks(loop: Loop) -> list[Site]:

@@ -183,8 +183,8 @@ register(
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="marker+backward",
         belongs=(
-            "The products, the scaling, the mask, the softmax, the copies that put the heads of the result and of "
-            "gradients back in order, their backward operators, and the kernels of all of these."
+            "The products, the scaling, the mask, the softmax, the copies that put the heads of the result "
+            "and of gradients back in order, their backward operators, and the kernels of all of these."
         ),
         precondition=(
             "The model calls torch.nn.functional.scaled_dot_product_attention without dropout, once in a "
