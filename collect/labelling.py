@@ -52,8 +52,18 @@ def label(
         RuntimeError: A marker that said "on" belongs to a placement that was not armed.
         ValueError: Two placements are of the mechanism "selector", or one is and ``clean`` is missing.
     """
+    stripped, members = marked_members(trace, secret, armed)
+    return stripped, all_segments(stripped, members | selected_members(stripped, members, armed, clean))
+
+
+def marked_members(
+    trace: Trace, secret: str, armed: Mapping[int, Armed]
+) -> tuple[Trace, dict[int, NDArray[np.bool_]]]:
+    """The stripped trace, and by instance which of its events belong to what acted there, shape (events,).
+
+    Without instances of the mechanism "selector", which no marker knows of; see :func:`label` for the rest.
+    """
     keep = published(trace)
-    stripped = strip(trace)
     markers = [parse_marker(secret, op.name) for op in trace.ops]
     if stray := {m.placement for m in markers if m is not None and m.on} - armed.keys():
         raise RuntimeError(f"placement {min(stray)} acted without being armed")
@@ -77,18 +87,28 @@ def label(
             events.forward,
             backward=one.mechanism == "marker+backward",
         )[keep]
+    return strip(trace), members
+
+
+def selected_members(
+    stripped: Trace,
+    members: Mapping[int, NDArray[np.bool_]],
+    armed: Mapping[int, Armed],
+    clean: Paths | None,
+) -> dict[int, NDArray[np.bool_]]:
+    """The members of the instance that is found by comparison, if there is one, less those of others."""
     selectors = [one for one in armed.values() if one.mechanism == "selector"]
     if len(selectors) > 1 or (selectors and clean is None):
         raise ValueError("a trace can hold one pattern found by comparison, and needs the clean trace for it")
+    found = {}
     for one in selectors:
         assert clean is not None
         assert one.selects is not None
         new = clean.lacks(stripped)
         for member in members.values():
             new &= ~member
-        members[one.instance] = _selected(stripped, new, one.selects)
-
-    return stripped, all_segments(stripped, members)
+        found[one.instance] = _selected(stripped, new, one.selects)
+    return found
 
 
 def all_segments(trace: Trace, members: Mapping[int, NDArray[np.bool_]]) -> list[Segment]:

@@ -66,6 +66,12 @@ def endless(
     return iter(loader)
 
 
+def rewind(iterator: _BaseDataLoaderIter, batches: int) -> None:
+    """Take batches until the first of ``batches`` is the next."""
+    while iterator._num_yielded % batches:
+        next(iterator)
+
+
 def close(iterator: _BaseDataLoaderIter) -> None:
     """Stop the workers of an iterator now and not when it is collected."""
     shutdown = getattr(iterator, "_shutdown_workers", None)

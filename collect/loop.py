@@ -50,7 +50,7 @@ class Placement:
 
     Attributes:
         index: Number of this placement in its session.
-        sites: All candidates, each marked in every trace.
+        sites: All candidates, each wrapped in every trace.
         acting: Indices of the candidates whose body acts when armed.
         steps: Profiled steps in which it acts; None for every step.
         armed: Whether the current arm of the experiment has it.
@@ -154,6 +154,11 @@ class TrainingLoop:
         for stage in STAGES:
             self.stages[stage](state)
         return state
+
+    def rewind(self) -> None:
+        """Let the next step have the first of the batches again, from whichever loader."""
+        for iterator in self._iterators:
+            loader.rewind(iterator, DISTINCT_BATCHES)
 
     def close(self) -> None:
         """Stop the loaders' workers, and undo what was done for as long as the loop lives (``closing``)."""
@@ -359,24 +364,40 @@ class TrainingLoop:
             else:
                 self._wrap_function(placement, number, site)
 
+    # Wrappers stay in the loop when a profile without markers is taken, and what they cost lies in a gap of a
+    # published trace. So there they do no more than ask whether their place acts, the same way if it does.
+
     def _wrap_stage(self, placement: Placement, number: int, site: StageSite) -> None:
         original = self.stages[site.stage]
+        body, otherwise, on = site.body, site.otherwise, partial(placement.on, number)
 
         def around(state: State) -> None:
-            with self._mark(placement, number) as on:
-                if on:
-                    site.body(state, original)
-                elif site.otherwise is not None:
-                    site.otherwise(state, original)
-                else:
-                    original(state)
+            if self.marking:
+                with self._mark(placement, number):
+                    act(state)
+            else:
+                act(state)
+
+        def act(state: State) -> None:
+            if on(self.profiled_step):
+                body(state, original)
+            elif otherwise is not None:
+                otherwise(state, original)
+            else:
+                original(state)
 
         def extra(state: State) -> None:
-            with self._mark(placement, number) as on:
-                if on:
-                    site.body(state)
-                elif site.otherwise is not None:
-                    site.otherwise(state)
+            if self.marking:
+                with self._mark(placement, number):
+                    add(state)
+            else:
+                add(state)
+
+        def add(state: State) -> None:
+            if on(self.profiled_step):
+                body(state)
+            elif otherwise is not None:
+                otherwise(state)
 
         def before(state: State) -> None:
             extra(state)
@@ -387,10 +408,12 @@ class TrainingLoop:
             extra(state)
 
         def inside(state: State) -> None:
-            if self._here(placement, number):
-                site.body(state, original, partial(self._mark, placement, number))
-            elif site.otherwise is not None:
-                site.otherwise(state, original)
+            if self.marking:
+                self._leave_mark(placement, number)
+            if on(self.profiled_step):
+                body(state, original, partial(self._mark, placement, number))
+            elif otherwise is not None:
+                otherwise(state, original)
             else:
                 original(state)
 
@@ -413,20 +436,31 @@ class TrainingLoop:
     def _wrap_module(self, placement: Placement, number: int, site: ModuleSite) -> None:
         module = site.call.module
         original = module.forward  # an earlier wrapper, if there is one
+        body, otherwise, on = site.body, site.otherwise, partial(placement.on, number)
 
         def around(x: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._mark(placement, number) as on:
-                if on:
-                    return site.body(original, x)
-                if site.otherwise is not None:
-                    return site.otherwise(original, x)
-                return original(x, *args, **kwargs)
+            if self.marking:
+                with self._mark(placement, number):
+                    return act(x, *args, **kwargs)
+            return act(x, *args, **kwargs)
+
+        def act(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if on(self.profiled_step):
+                return body(original, x)
+            if otherwise is not None:
+                return otherwise(original, x)
+            return original(x, *args, **kwargs)
 
         def extra(value: Any) -> Any:
-            with self._mark(placement, number) as on:
-                if on:
-                    return site.body(value)
-                return value if site.otherwise is None else site.otherwise(value)
+            if self.marking:
+                with self._mark(placement, number):
+                    return add(value)
+            return add(value)
+
+        def add(value: Any) -> Any:
+            if on(self.profiled_step):
+                return body(value)
+            return value if otherwise is None else otherwise(value)
 
         def before(x: Any, *args: Any, **kwargs: Any) -> Any:
             return original(extra(x), *args, **kwargs)
@@ -435,10 +469,12 @@ class TrainingLoop:
             return extra(original(*args, **kwargs))
 
         def inside(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._here(placement, number):
-                return site.body(original, x, partial(self._mark, placement, number))
-            if site.otherwise is not None:
-                return site.otherwise(original, x)
+            if self.marking:
+                self._leave_mark(placement, number)
+            if on(self.profiled_step):
+                return body(original, x, partial(self._mark, placement, number))
+            if otherwise is not None:
+                return otherwise(original, x)
             return original(x, *args, **kwargs)
 
         # On the instance: a module hook would leave nodes of its own in the autograd graph.
@@ -446,63 +482,57 @@ class TrainingLoop:
         module.forward = wrappers[site.where]
 
     def _wrap_function(self, placement: Placement, number: int, site: FunctionSite) -> None:
-        """Replace the call while its module runs, and at no other time."""
-        module, wanted = site.call.module, site.call.index
-        forward = module.forward
+        """Replace the call while its module runs, if there is something to do at it, and at no other time."""
+        module, wanted, name = site.call.module, site.call.index, site.call.function
+        forward, body = module.forward, site.body
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            on = placement.on(number, self.profiled_step)
+            if not (on or self.marking):
+                return forward(*args, **kwargs)
+            original = getattr(functional, name)
             calls = 0
 
-            def watch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def watch(*args: Any, **kwargs: Any) -> Any:
                 nonlocal calls
                 calls += 1
+                run = partial(body, original) if on else original
                 if calls - 1 != wanted:
                     return original(*args, **kwargs)
-                with self._mark(placement, number) as on:
-                    return site.body(original, *args, **kwargs) if on else original(*args, **kwargs)
+                if self.marking:
+                    with self._mark(placement, number):
+                        return run(*args, **kwargs)
+                return run(*args, **kwargs)
 
-            with _replaced_function(site.call.function, watch):
+            setattr(functional, name, watch)
+            try:
                 return forward(*args, **kwargs)
+            finally:
+                setattr(functional, name, original)
 
         module.forward = wrapped
 
-    def _here(self, placement: Placement, number: int) -> bool:
-        """Leave the marker of a site that marks for itself, and say whether it acts."""
-        with self._mark(placement, number) as on:
-            return on
+    def _leave_mark(self, placement: Placement, number: int) -> None:
+        """The marker of a site that marks for itself: it says whether the site acts."""
+        with self._mark(placement, number):
+            pass
 
-    def _mark(self, placement: Placement, site: int) -> _Mark:
-        on = placement.on(site, self.profiled_step)
+    def _mark(self, placement: Placement, site: int) -> AbstractContextManager[Any]:
+        """Marks what runs while it is entered, in profiles with markers.
+
+        The annotation is the one that compiled code uses, which takes a microsecond where ``record_function``
+        takes twenty: where two profiles of a workload do not correspond, the marked ones are published.
+        """
         # Code that is being compiled ignores ``record_function``, and would break its graph at this one.
         if not self.marking or torch.compiler.is_compiling():
-            return _Mark(on, None)
-        marker = (placement.index, site, on)
+            return _NO_MARK
+        marker = (placement.index, site, placement.on(site, self.profiled_step))
         if marker not in self._marker_names:
             self._marker_names[marker] = marker_name(self._secret, Marker(*marker))
-        return _Mark(on, _RecordFunctionFast(self._marker_names[marker]))
+        return _RecordFunctionFast(self._marker_names[marker])
 
 
-class _Mark:
-    """Marks what runs while it is entered, and says on entry whether its place acts.
-
-    What it costs lies in a gap of the published trace. So it is no generator, and its annotation is the one
-    that compiled code uses, which takes a microsecond where ``record_function`` takes twenty.
-    """
-
-    __slots__ = ("_annotation", "_on")
-
-    def __init__(self, on: bool, annotation: _RecordFunctionFast | None) -> None:
-        self._on = on
-        self._annotation = annotation
-
-    def __enter__(self) -> bool:
-        if self._annotation is not None:
-            self._annotation.__enter__()
-        return self._on
-
-    def __exit__(self, *error: Any) -> None:
-        if self._annotation is not None:
-            self._annotation.__exit__(*error)
+_NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager

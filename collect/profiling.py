@@ -23,18 +23,21 @@ LEAD_IN = 1
 made of work whose launch calls, and so whose labels, are known."""
 
 
-def profile_steps(loop: TrainingLoop, settle: int) -> Trace:
-    """Profile the loop's next steps, with markers; shapes on, stacks and memory off.
+def profile_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Trace:
+    """Profile the loop's next steps; shapes on, stacks and memory off.
 
-    The trace has ``LEAD_IN`` steps more than are published, in front.
+    The trace has ``LEAD_IN`` steps more than are published, in front. The loaders are rewound first, so that
+    each profile of one arm sees the same batches in the same steps.
 
     Args:
         loop: Warm, armed as the trace shall have it.
         settle: Steps that what is armed takes to settle; the profiler warms up at least so long.
+        marking: Whether candidate places leave markers.
     """
     warmup = max(WARMUP_STEPS, settle)
     plan = schedule(wait=0, warmup=warmup, active=LEAD_IN + PROFILED_STEPS, repeat=1)
-    loop.marking = True
+    loop.rewind()
+    loop.marking = marking
     try:
         # Without acc_events: it turns every event into a Python object, which took longer than all the rest.
         with (

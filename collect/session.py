@@ -35,6 +35,7 @@ from torchtraceap.collect.native import natives
 from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.collect.regions import number_regions
+from torchtraceap.collect.transfer import carried
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.parquet import write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
@@ -47,6 +48,9 @@ from torchtraceap.labels.types import Instance, Segment, State
 WARMUP_STEPS = 3
 BESIDE_THREADS = 4
 """CPU threads of a workload on an accelerator."""
+
+ATTEMPTS = 3
+"""Profiles with markers that are taken of an arm until one corresponds to the one without."""
 
 Progress = Callable[[str], None]
 
@@ -113,7 +117,8 @@ def run_job(
         gate: A lock file to hold while the device is used, if others want it too.
 
     Returns:
-        A summary as JSON values: traces, events, segments, states, and the injections that found no place.
+        A summary as JSON values: traces, events, segments, states, the injections that found no place, and
+        whether the published traces were marked.
 
     Raises:
         UserError: Nothing of the plan can be injected here.
@@ -224,6 +229,8 @@ class Session:
         self.disagreements: set[str] = set()
         self.absent_when_compiled: set[str] = set()
         self.clean_ms = math.nan
+        self.marked = False
+        """Whether profiles that were marked are published, as others did not correspond to them."""
 
     def run(self, out: Path) -> dict[str, Any]:
         """All of it; see :func:`run_job`. Of several ranks the first writes the traces of all."""
@@ -231,7 +238,9 @@ class Session:
         self.pair_id = world.agreed(secrets.token_hex(8))
         self._place()
         self.progress("surveying")
-        if self.loop.runtime != "eager":  # dispatch modes reach the bare model only; what is installed may not
+        if (
+            self.loop.runtime != "eager"
+        ):  # dispatch modes reach the bare model only; what is installed may not
             with self.loop.plain():
                 self.seen = survey(self.loop)
         for one in self.placed:
@@ -257,6 +266,7 @@ class Session:
             "skipped": self.skipped,
             "event_cap": self.event_cap,
             "block_steps": steps,
+            "marked": self.marked,
             "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
             "differences": differences,
             "disagreements": sorted(self.disagreements),
@@ -275,6 +285,7 @@ class Session:
             "segments": sum(len(r.segments) for r in records),
             "states": [f"{one.name}: {one.instance().state}" for one in self.placed],
             "skipped": self.skipped,
+            "marked": self.marked,
             "natives": sorted({i.pattern for r in records for i in r.instances if i.source == "native"}),
         }
 
@@ -385,28 +396,75 @@ class Session:
         self.clean_ms = median_clean_ms(costs) if costs else step_seconds(self.loop, steps) * 1e3
 
     def _profile_arms(self) -> list[TraceRecord]:
-        """The clean trace first in the list, then one an arm; profiled in random order."""
-        profiles: dict[int, tuple[list[Injected], Trace]] = {}
-        for number in self.rng.sample(range(len(self.arms)), len(self.arms)):
-            arm = self.arms[number]
-            self.progress(f"profiling {' and '.join(one.name for one in arm) or 'clean'}")
-            acting = arm + [twin for twin in self.twins if self.rng.random() < 0.5 and _fits(twin, arm)]
-            with _armed(acting):
-                settle = max((one.variant.settle_steps for one in acting), default=0)
-                profiles[number] = acting, profiling.profile_steps(self.loop, settle)
+        """The clean trace first in the list, then one an arm.
+
+        Each arm is profiled without markers, which is what is published, and with them, which tells what
+        belongs to what. Either is done in a random order of its own, and none is published that was taken
+        after a profile with markers.
+        """
+        arms = [
+            arm + [twin for twin in self.twins if self.rng.random() < 0.5 and _fits(twin, arm)]
+            for arm in self.arms
+        ]
+        plain = [strip(profile) for profile in self._profiles(arms, marking=False)]
+        marked = self._profiles(arms, marking=True)
+        labels = self._carried(arms, plain, marked)
         self.leave_device()
         self.progress("labelling")
-        stripped = strip(profiles[0][1])
-        clean = Paths(stripped)
+        marked_clean = Paths(strip(marked[0]))
+        marked_labels = [
+            label(profile, self.secret, _armed_in(arm), marked_clean)
+            for arm, profile in zip(arms, marked, strict=True)
+        ]
+        self.marked = labels is None
+        published = marked_labels if labels is None else list(zip(plain, labels, strict=True))
         records = []
-        for number in range(len(self.arms)):
-            acting, profile = profiles[number]
-            labelled = self._label(acting, profile, clean)
-            records.append(self._record(acting, *labelled, stripped))
+        for number, (arm, (trace, segments)) in enumerate(zip(arms, published, strict=True)):
+            records.append(self._record(arm, trace, segments, published[0][0]))
             if number:
-                different = self._difference(acting, profile, labelled[1], *profiles[0])
+                different = self._difference(
+                    arm, marked[number], marked_labels[number][1], arms[0], marked[0]
+                )
                 self.differences.append({"trace_id": records[-1].trace_id, **msgspec.to_builtins(different)})
         return records
+
+    def _profiles(self, arms: list[list[Injected]], *, marking: bool) -> list[Trace]:
+        taken = {
+            number: self._profile(arms[number], marking=marking)
+            for number in self.rng.sample(range(len(arms)), len(arms))
+        }
+        return [taken[number] for number in range(len(arms))]
+
+    def _profile(self, arm: list[Injected], *, marking: bool) -> Trace:
+        what = " and ".join(one.name for one in arm if not one.is_lookalike) or "clean"
+        self.progress(f"profiling {what}{' with markers' if marking else ''}")
+        with _armed(arm):
+            settle = max((one.variant.settle_steps for one in arm), default=0)
+            return profiling.profile_steps(self.loop, settle, marking=marking)
+
+    def _carried(
+        self, arms: list[list[Injected]], plain: list[Trace], marked: list[Trace]
+    ) -> list[list[Segment]] | None:
+        """The segments of the stripped profiles without markers; None if those of an arm do not correspond.
+
+        A step that depends on its data may differ from profile to profile. Then a profile with markers is
+        taken again, which changes nothing in what is published.
+        """
+        clean = Paths(plain[0])
+        found = []
+        for arm, trace, first in zip(arms, plain, marked, strict=True):
+            profile = first
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    profile = self._profile(arm, marking=True)
+                segments = carried(profile, self.secret, _armed_in(arm), trace, clean)
+                if self.loop.world.smallest(int(segments is not None)):  # on all ranks alike
+                    break
+            else:
+                return None
+            assert segments is not None
+            found.append(segments)
+        return found
 
     def _difference(
         self,
@@ -423,13 +481,6 @@ class Session:
             for trace, found in ((profile, segments), (clean, []))
         )
         return difference(rest, clean_rest)
-
-    def _label(self, arm: list[Injected], profile: Trace, clean: Paths) -> tuple[Trace, list[Segment]]:
-        armed = {
-            one.placement.index: Armed(i, one.pattern.mechanism, one.pattern.selects)
-            for i, one in enumerate(arm)
-        }
-        return label(profile, self.secret, armed, clean)
 
     def _record(
         self, arm: list[Injected], whole: Trace, segments: list[Segment], clean: Trace
@@ -538,6 +589,13 @@ def _armed(arm: list[Injected]) -> Iterator[None]:
     finally:
         for one in arm:
             one.placement.armed = False
+
+
+def _armed_in(arm: list[Injected]) -> dict[int, Armed]:
+    """What acts in the trace of an arm, for the labelling."""
+    return {
+        one.placement.index: Armed(i, one.pattern.mechanism, one.pattern.selects) for i, one in enumerate(arm)
+    }
 
 
 def _fits(twin: Injected, arm: list[Injected]) -> bool:

@@ -10,24 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import tiny
 import torch
 from torch import nn
 
 from torchtraceap.collect import session
+from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.devices import hardware
+from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import Injection, Job
-from torchtraceap.collect.profiling import PROFILED_STEPS
+from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.collect.session import run_job
 from torchtraceap.dataset.build import check
 from torchtraceap.dataset.parquet import read_metadata, read_traces
 from torchtraceap.dataset.schema import SESSION_KEY, TRACE_META
-from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost, conclude
+from torchtraceap.labels.markers import PREFIX
+from torchtraceap.labels.types import Segment
 
 CLEAN_SECONDS = 0.010
 COPY = Injection("redundant_copy", "clone")
@@ -145,6 +150,7 @@ def test_traces_of_a_workload(tmp_path: Path) -> None:
         "segments": len(copy.segments) + len(optimizer.segments),
         "states": ["redundant_copy/clone: costly", "unfused_optimizer/for_loop: benign"],
         "skipped": [],
+        "marked": False,
         "natives": [],
     }
     assert (clean.quality, copy.quality, optimizer.quality) == ("good", "bad", "good")
@@ -212,7 +218,8 @@ def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
 def test_costs_are_measured_before_the_first_profile(tmp_path: Path) -> None:
     run(job(COPY, OPTIMIZER, lookalikes=[SCALAR_CAST]), tmp_path)
     kinds = [text.split()[0] for text in told]
-    assert kinds == ["building", "surveying", "warming"] + ["measuring"] * 3 + ["profiling"] * 3 + ["labelling"]
+    profiles = ["profiling"] * (3 + 3)  # without markers and with them
+    assert kinds == ["building", "surveying", "warming"] + ["measuring"] * 3 + profiles + ["labelling"]
 
 
 def test_a_lookalike_appears_in_some_traces_and_is_never_costly(tmp_path: Path) -> None:
@@ -305,6 +312,98 @@ def test_no_annotation_of_ours_is_left(tmp_path: Path) -> None:
     assert {
         name for name in annotations if not name.startswith(("Optimizer.", "enumerate(DataLoader)"))
     } == numbered
+
+
+Taken = list[tuple[bool, list[str], Trace]]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    """Of each profile of a session whether it has markers, what acts, and the trace as read."""
+    found: Taken = []
+
+    def watched(loop: TrainingLoop, settle: int, *, marking: bool) -> Trace:
+        acting = [one.name for one in SESSIONS[-1].placed if one.placement.armed]
+        found.append((marking, acting, profile_steps(loop, settle, marking=marking)))
+        return found[-1][2]
+
+    monkeypatch.setattr(session.profiling, "profile_steps", watched)
+    return found
+
+
+def source_of(record: TraceRecord, taken: Taken) -> tuple[bool, list[str], Trace]:
+    """The profile that a published trace was cut from."""
+    durations = record.trace.events.dur_ns
+    (found,) = [
+        one
+        for one in taken
+        if np.array_equal(keep_steps(strip(one[2]), [], LEAD_IN, PROFILED_STEPS)[0].events.dur_ns, durations)
+    ]
+    return found
+
+
+def labelled_names(trace: Trace, segments: list[Segment]) -> list[tuple[Any, ...]]:
+    """What the segments hold, without times and positions."""
+    return [
+        (s.instance, s.lane, s.step, *trace.names[s.first_event : s.first_event + s.event_count].tolist())
+        for s in segments
+    ]
+
+
+def test_published_traces_never_had_a_marker(tmp_path: Path, taken: Taken) -> None:
+    _, records = run(job(COPY, OPTIMIZER, lookalikes=[SCALAR_CAST], seed=7), tmp_path)
+    assert [marking for marking, _, _ in taken] == [False] * 3 + [True] * 3
+    for record in records:
+        marking, acting, raw = source_of(record, taken)
+        assert not marking
+        assert not any(op.name.startswith(PREFIX) for op in raw.ops)
+        (profile,) = [trace for marking, what, trace in taken if marking and what == acting]
+        assert any(op.name.startswith(PREFIX) for op in profile.ops)
+        placed = {one.name: one for one in SESSIONS[-1].placed}
+        order = [f"{one.pattern}/{one.variant}" for one in record.instances]
+        armed = {
+            placed[name].placement.index: Armed(order.index(name), placed[name].pattern.mechanism)
+            for name in acting
+        }
+        marked = keep_steps(*label(profile, SESSIONS[-1].secret, armed), LEAD_IN, PROFILED_STEPS)
+        assert labelled_names(record.trace, record.segments) == labelled_names(*marked)
+        assert bool(record.segments) == bool(acting)
+
+
+def test_marked_profiles_stand_in_for_all_if_those_of_one_arm_differ(
+    tmp_path: Path, taken: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = session.carried
+
+    def differs(marked: Trace, secret: str, armed: dict[int, Armed], *rest: Any) -> Any:
+        return None if armed else real(marked, secret, armed, *rest)
+
+    monkeypatch.setattr(session, "carried", differs)
+    summary, records = run(job(COPY, OPTIMIZER), tmp_path)
+    assert summary["marked"]
+    assert told_of(tmp_path)["marked"]
+    assert [marking for marking, _, _ in taken] == [False] * 3 + [True] * (3 + session.ATTEMPTS - 1)
+    first_marked = taken[3:6]
+    for record in records:
+        assert source_of(record, first_marked)[0]
+        assert bool(record.segments) == bool(record.instances)
+
+
+def test_a_profile_that_differs_by_chance_is_taken_again(
+    tmp_path: Path, taken: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = session.carried, []
+
+    def differs_once(marked: Trace, *rest: Any) -> Any:
+        asked.append(marked)
+        return None if len(asked) == 2 else real(marked, *rest)
+
+    monkeypatch.setattr(session, "carried", differs_once)
+    summary, records = run(job(COPY), tmp_path)
+    assert not summary["marked"]
+    assert [marking for marking, _, _ in taken] == [False] * 2 + [True] * 3
+    assert not any(source_of(record, taken)[0] for record in records)
+    assert of(records, COPY.pattern).segments
 
 
 def test_two_patterns_share_a_trace(tmp_path: Path) -> None:
