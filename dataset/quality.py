@@ -24,7 +24,7 @@ from torchtraceap.labels.pattern import PATTERNS
 from torchtraceap.labels.types import Instance, State
 
 BUSY = 0.8
-"""From this share of the clean steps in which the GPU works on, the GPU decides the step time."""
+"""If the GPU works for at least this share of a clean step without the profiler, it decides the step time."""
 
 REGIMES = ("GPU-busy", "launch-bound", "CPU")
 FEW_COSTLY = 0.3
@@ -94,11 +94,23 @@ class _Seen(msgspec.Struct):
     is_alone: bool
 
 
-def regime(gpu_busy: float) -> str:
-    """What decides the step time of a workload, from its clean trace's share of busy GPU (NaN without)."""
+def regime(gpu_busy: float, profiler_ratio: float) -> str:
+    """What decides the step time of a workload, from two columns of its clean trace.
+
+    The profiler slows the host and hardly the GPU, so that a trace shows the GPU less busy than it is without:
+    by the factor by which the profiler lengthened the step.
+
+    Args:
+        gpu_busy: Share of the profiled steps in which the GPU worked; NaN without one.
+        profiler_ratio: Step time with the profiler over that without.
+    """
     if math.isnan(gpu_busy):
         return "CPU"
-    return "GPU-busy" if gpu_busy >= BUSY else "launch-bound"
+    return "GPU-busy" if gpu_busy * profiler_ratio >= BUSY else "launch-bound"
+
+
+def _number(record: TraceRecord, column: str) -> float:
+    return float(str(record.meta[column]))
 
 
 def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
@@ -116,7 +128,7 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
         session = read_session(shard)
         differences = {one.trace_id: one for one in session.differences}
         found: list[_Seen] = []
-        clean: list[float] = []
+        clean: list[tuple[float, float]] = []
         for record in read_traces(shard):
             where = f"{shard}: trace {record.trace_id}"
             tests.add(record, session.p_costly, where)
@@ -125,10 +137,10 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
             traces += 1
             found += _instances(record, len(problems), differences.get(record.trace_id))
             if all(one.source != "injected" for one in record.instances):
-                clean.append(float(str(record.meta["gpu_busy"])))
+                clean.append((_number(record, "gpu_busy"), _number(record, "profiler_ratio")))
         if not clean:
             raise UserError(f"{shard} has no clean trace, which says how busy its GPU is")
-        where_to = regime(float(np.mean(clean)))
+        where_to = regime(*np.mean(clean, axis=0).tolist())
         seen[where_to] += found
         nulls[where_to] += [msgspec.convert(one, Look).state for one in session.null_trials]
     demoted = tests.demoted()
@@ -158,7 +170,7 @@ def _instances(record: TraceRecord, problems: int, difference: Differing | None)
             workload=str(record.meta["pair_id"]),
             model=str(record.meta["model"]),
             instance=instance,
-            profiler_ratio=float(str(record.meta["profiler_ratio"])),
+            profiler_ratio=_number(record, "profiler_ratio"),
             violations=problems,
             difference=difference,
             is_alone=sum(one.source == "injected" for one in record.instances) == 1,

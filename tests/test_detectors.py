@@ -371,7 +371,7 @@ def test_optimizers_that_could_be_fused(optimizer, ops, score):
 
 
 def test_every_rule_is_of_a_pattern_in_the_catalogue():
-    assert set(rules.RULES) == set(PATTERNS.names())
+    assert set(rules.RULES) <= set(PATTERNS.names())
 
 
 def test_a_detector_sees_the_whitelist_and_no_more():

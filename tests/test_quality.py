@@ -89,10 +89,17 @@ def run(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("busy", "name"), [(0.8, "GPU-busy"), (0.79, "launch-bound"), (0.0, "launch-bound"), (math.nan, "CPU")]
+    ("busy", "ratio", "name"),
+    [
+        (0.8, 1.0, "GPU-busy"),
+        (0.79, 1.0, "launch-bound"),
+        (0.5, 1.7, "GPU-busy"),
+        (0.0, 3.0, "launch-bound"),
+        (math.nan, 1.2, "CPU"),
+    ],
 )
-def test_regimes(busy, name):
-    assert regime(busy) == name
+def test_regimes(busy, ratio, name):
+    assert regime(busy, ratio) == name
 
 
 @pytest.mark.parametrize(
