@@ -211,6 +211,9 @@ class Variant:
         settle_steps: Steps after a toggle that the cost measurement discards.
         starts_workers: ``sites`` makes a loader with workers. These must be forked before the model
             computes, so such a variant is placed ahead of those that ask for module calls.
+        mechanism: How a look-alike's events are found, if not as the pattern's. One of a pattern that is
+            found by comparison must say so: the clean trace, which it also goes into, is compared with
+            itself there.
     """
 
     name: str
@@ -222,6 +225,7 @@ class Variant:
     max_block_steps: int | None = None
     settle_steps: int = 1
     starts_workers: bool = False
+    mechanism: Mechanism | None = None
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,8 @@ class Pattern:
     def __post_init__(self) -> None:
         if (self.mechanism in ("selector", "meanwhile")) != (self.selects is not None):
             raise ValueError(f"pattern {self.id}: ``selects`` goes with selector and meanwhile alone")
+        if any(self.mechanism_of(twin) == "selector" for twin in self.lookalikes):
+            raise ValueError(f"pattern {self.id}: a look-alike cannot be found by comparison")
 
     def variant(self, name: str) -> Variant:
         """The variant or look-alike called ``name``."""
@@ -279,6 +285,10 @@ class Pattern:
             if variant.name == name:
                 return variant
         raise KeyError(f"pattern {self.id} has no variant {name}")
+
+    def mechanism_of(self, variant: Variant) -> Mechanism:
+        """How the events of one of the variants or look-alikes are found."""
+        return variant.mechanism or self.mechanism
 
     def applies(self, device_type: str, mode: Mode, runtime: Runtime = "eager") -> str | None:
         """None if the pattern can be injected there, else the reason why not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_variants_differ_in_what_a_profiler_sees(pattern: Pattern) -> None:
 
 def test_lookalikes_copy_and_cast_nothing() -> None:
     """The harmless twins of the copying patterns run no copy: that is what makes them harmless."""
-    for name in ("redundant_copy/contiguous", "redundant_copy/views", "dtype_ping_pong/no_op_cast"):
+    for name in ("redundant_copy/views", "dtype_ping_pong/no_op_cast"):
         pattern_id, variant = name.split("/")
         pattern = PATTERNS[pattern_id]
         clean, names = op_names(pattern, None), op_names(pattern, pattern.variant(variant))
@@ -342,6 +343,15 @@ def call(module: nn.Module) -> ModuleCall:
 )
 def test_first_leaf_decides_whether_the_input_is_overwritten(module: nn.Module, expected: bool) -> None:
     assert writes_to_input(call(module)) is expected
+
+
+def test_no_lookalike_is_found_by_comparison() -> None:
+    entry = PATTERNS["zero_grad_memset"]
+    (twin,) = entry.lookalikes
+    with pytest.raises(ValueError, match="comparison"):
+        replace(entry, lookalikes=(replace(twin, mechanism=None),))
+    assert entry.mechanism_of(twin) == "marker"
+    assert entry.mechanism_of(entry.variants[0]) == "selector"
 
 
 def check_entry(pattern: Pattern) -> None:

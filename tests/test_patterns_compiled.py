@@ -29,8 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GRAPH_BREAK, RECOMPILATION = PATTERNS["graph_break"], PATTERNS["recompilation"]
 BREAKS = [pytest.param(variant, id=variant.name) for variant in GRAPH_BREAK.variants]
 RECOMPILES = [pytest.param(variant, id=variant.name) for variant in RECOMPILATION.variants]
+COMPILED_TWINS = [pytest.param(twin, id=twin.name) for twin in RECOMPILATION.lookalikes]
 TWINS = [
-    pytest.param(twin, id=twin.name)
+    pytest.param(pattern, twin, id=twin.name)
     for pattern in (GRAPH_BREAK, RECOMPILATION)
     for twin in pattern.lookalikes
 ]
@@ -140,7 +141,7 @@ def test_each_step_compiles_and_the_clean_graph_stays(loop: TrainingLoop, varian
     assert steps(loop) == 0
 
 
-@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("twin", COMPILED_TWINS)
 def test_lookalike_is_one_graph_compiled_once(loop: TrainingLoop, twin: Variant) -> None:
     placement = install(loop, twin)
     assert steps(loop) == 1
@@ -159,7 +160,7 @@ def labelled(
     clean = Paths(strip(trace_of(loop, folder)))
     placement.armed = True
     steps(loop)
-    armed = {0: Armed(0, pattern.mechanism, pattern.selects)}
+    armed = {0: Armed(0, pattern.mechanism_of(variant), pattern.selects)}
     trace, segments = label(trace_of(loop, folder), "s", armed, clean)
     names = [trace.ops[op].name for op in trace.events.op]
     mine = {i for s in segments for i in range(s.first_event, s.first_event + s.event_count)}
@@ -185,6 +186,16 @@ def test_compiling_belongs_to_a_recompilation(loop: TrainingLoop, variant: Varia
     assert not [name for name in rest if "dynamo_timed" in name]
     assert [name for name in rest if name.startswith("Torch-Compiled Region")]
     assert regions(number_regions(trace)) == ["0/0"]
+
+
+@pytest.mark.parametrize(("pattern", "twin"), TWINS)
+def test_lookalikes_leave_events_and_no_region(
+    loop: TrainingLoop, pattern: Pattern, twin: Variant, tmp_path: Path
+) -> None:
+    top, rest, _ = labelled(loop, pattern, twin, tmp_path)
+    assert top
+    assert all(name.startswith("aten::") for name in top)
+    assert [name for name in rest if name.startswith("Torch-Compiled Region")]
 
 
 def test_regions_are_numbered_by_first_appearance(loop: TrainingLoop, tmp_path: Path) -> None:

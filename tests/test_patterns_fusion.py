@@ -338,14 +338,6 @@ def test_fills_and_the_additions_to_them_are_found(name: str, fill: str, fills: 
     assert Counter(trace.names[~member].tolist()) <= Counter(clean.names.tolist())
 
 
-def test_gradients_that_are_dropped_leave_nothing() -> None:
-    pattern = PATTERNS["zero_grad_memset"]
-    variant = pattern.variant("none_in_loop")
-    clean = strip(profile_steps(stepped(variant, armed=False), settle=1))
-    raw = profile_steps(stepped(variant, armed=True), settle=1)
-    assert label(raw, "s", {0: Armed(0, pattern.mechanism, pattern.selects)}, Paths(clean))[1] == []
-
-
 # -- cat_in_loop --------------------------------------------------------------------------------------
 
 

@@ -125,8 +125,6 @@ def tf32():
 SETS = {
     "deterministic_algorithms/whole_step": (True, True, True, True, "high", True),
     "deterministic_algorithms/forward_backward": (True, True, True, True, "high", True),
-    "deterministic_algorithms/no_fill": (True, True, False, True, "high", True),
-    "deterministic_algorithms/cudnn": (False, False, True, True, "high", True),
     "fp32_no_tensor_cores/whole_step": (False, False, True, False, "highest", False),
     "fp32_no_tensor_cores/blocks": (False, False, True, False, "highest", False),
 }

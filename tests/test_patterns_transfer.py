@@ -243,14 +243,14 @@ class _Runtime:
         ("explicit_synchronize/query", ["stream.query"]),
         ("cache_flush/empty_cache", ["empty_cache"]),
         ("cache_flush/synchronize_first", ["synchronize", "empty_cache"]),
-        ("cache_flush/memory_stats", ["memory_stats"]),
+        ("cache_flush/free_memory", ["get_memory_info"]),
     ],
 )
 def test_runtime_is_called_once_at_each_place(
     name: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    for function in ("synchronize", "empty_cache", "memory_stats"):
+    for function in ("synchronize", "empty_cache", "get_memory_info"):
         monkeypatch.setattr(torch.accelerator, function, lambda *args, f=function: calls.append(f))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: _Runtime(calls, "stream"))
     monkeypatch.setattr(torch, "Event", lambda device: _Runtime(calls, "event"))

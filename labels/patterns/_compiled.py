@@ -42,11 +42,12 @@ def version_site(
     """A place at the forward stage that runs other ``forward`` functions of some modules.
 
     ``forwards`` must have one for the model itself, with code of its own. ``prepare`` is called ahead of the
-    stage. Nothing is marked: what is compiled cannot be.
+    stage. It alone is marked: what is compiled cannot be.
     """
 
     def body(state: State, original: Body, mark: Any) -> None:
-        prepare()
+        with mark():
+            prepare()
         with _in_place(forwards):
             original(state)
 

@@ -53,10 +53,10 @@ def _synchronize_first(loop: Loop) -> list[Site]:
     return call_sites(loop, flush)
 
 
-def _memory_stats(loop: Loop) -> list[Site]:
+def _free_memory(loop: Loop) -> list[Site]:
     import torch
 
-    return call_sites(loop, lambda: torch.accelerator.memory_stats(loop.device))
+    return call_sites(loop, lambda: torch.accelerator.get_memory_info(loop.device))
 
 
 def _cached_allocation(loop: Loop) -> list[Site]:
@@ -103,12 +103,19 @@ register(
             ),
         ),
         lookalikes=(
-            Variant("memory_stats", "The allocator's statistics are read.", _memory_stats, max_sites=2),
+            Variant(
+                "free_memory",
+                "The driver is asked how much memory is free.",
+                _free_memory,
+                max_sites=2,
+                mechanism="marker",
+            ),
             Variant(
                 "cached_allocation",
                 "Memory is taken from the cache and given back to it.",
                 _cached_allocation,
                 max_sites=2,
+                mechanism="marker",
             ),
         ),
         remedy="""\

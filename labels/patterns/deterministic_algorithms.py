@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torchtraceap.labels.pattern import Body, Loop, Pattern, Site, Stage, StageSite, State, Variant, register
+from torchtraceap.labels.patterns._common import watching_sites
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEVICE_STAGES: tuple[Stage, ...] = (
     "h2d", "forward", "loss", "backward", "optimizer", "zero_grad", "logging",
 )  # fmt: skip
 """All but the loader's, where workers have settings of their own."""
+
+RANKED = 256
 
 HOUSEKEEPING = re.compile(
     r"(cuda|cu|hip)(?!.*(Launch|Memset|Memcpy))[A-Z]"  # allocations, queries and waits come as they will
@@ -27,8 +33,8 @@ def _selects(name: str) -> bool:
 
 
 @contextmanager
-def _deterministic(*, fill: bool) -> Iterator[None]:
-    """Deterministic algorithms where there are any; ``fill`` says whether new memory is filled too."""
+def _deterministic() -> Iterator[None]:
+    """Deterministic algorithms where there are any, and new memory is filled."""
     import torch
     from torch.utils import deterministic
 
@@ -37,7 +43,7 @@ def _deterministic(*, fill: bool) -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = fill
+    settings.fill_uninitialized_memory = True
     try:
         with _deterministic_cudnn(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one an operator that has no deterministic algorithm
@@ -59,30 +65,38 @@ def _deterministic_cudnn() -> Iterator[None]:
         cudnn.deterministic = before
 
 
-def _sites(stages: Sequence[Stage], setting: Callable[[], AbstractContextManager[None]]) -> list[Site]:
-    """Each of ``stages`` runs within a context that ``setting`` makes; nothing of it is marked."""
+def _sites(stages: Sequence[Stage]) -> list[Site]:
+    """Each of ``stages`` runs with deterministic algorithms; nothing of it is marked."""
 
     def body(state: State, original: Body, mark: Body) -> None:
-        with setting():
+        with _deterministic():
             original(state)
 
     return [StageSite(stage, body, where="inside") for stage in stages]
 
 
 def _whole_step(loop: Loop) -> list[Site]:
-    return _sites(DEVICE_STAGES, lambda: _deterministic(fill=True))
+    return _sites(DEVICE_STAGES)
 
 
 def _forward_backward(loop: Loop) -> list[Site]:
-    return _sites(("forward", "backward"), lambda: _deterministic(fill=True))
+    return _sites(("forward", "backward"))
 
 
-def _no_fill(loop: Loop) -> list[Site]:
-    return _sites(DEVICE_STAGES, lambda: _deterministic(fill=False))
+def _filled_mask(loop: Loop) -> list[Site]:
+    import torch
+
+    def look(x: Tensor) -> object:
+        return torch.full(x.shape[:1], fill_value=True, dtype=torch.bool, device=x.device)
+
+    return watching_sites(loop, look, stages=("forward", "logging"))
 
 
-def _cudnn(loop: Loop) -> list[Site]:
-    return _sites(("forward", "backward"), _deterministic_cudnn)
+def _sorted_values(loop: Loop) -> list[Site]:
+    def look(x: Tensor) -> object:
+        return x.detach().flatten()[:RANKED].sort()
+
+    return watching_sites(loop, look, stages=("forward", "logging"))
 
 
 register(
@@ -113,8 +127,20 @@ register(
             ),
         ),
         lookalikes=(
-            Variant("no_fill", "Deterministic algorithms without filling memory.", _no_fill, together=True),
-            Variant("cudnn", "torch.backends.cudnn.deterministic alone.", _cudnn, together=True),
+            Variant(
+                "filled_mask",
+                "A mask over the batch is made and filled.",
+                _filled_mask,
+                max_sites=3,
+                mechanism="marker",
+            ),
+            Variant(
+                "sorted_values",
+                "A few values are sorted, as for a ranking.",
+                _sorted_values,
+                max_sites=3,
+                mechanism="marker",
+            ),
         ),
         remedy="""\
 torch.use_deterministic_algorithms(False)

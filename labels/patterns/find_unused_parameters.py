@@ -109,6 +109,7 @@ register(
                 "sample_counts",
                 "A few integers are copied to the device behind the backward pass.",
                 _count_samples,
+                mechanism="marker",
             ),
         ),
         remedy="""\

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from torchtraceap.labels.pattern import Loop, ModuleCall, Pattern, Site, Variant, register
-from torchtraceap.labels.patterns._common import spread
+from torchtraceap.labels.patterns._common import spread, watching_sites
 from torchtraceap.labels.patterns._compiled import Forward, own_code, version_site
 
 if TYPE_CHECKING:
@@ -58,15 +58,16 @@ def _branch(loop: Loop) -> list[Site]:
     return _sites(loop, look)
 
 
-def _traced(loop: Loop) -> list[Site]:
+def _eager_metric(loop: Loop) -> list[Site]:
     import torch
 
-    def look(y: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            LOG.debug("activation of shape %s", y.shape)
-        return y if y.shape[0] > 1 else y.view_as(y)
+    total = torch.zeros((), device=loop.device)
 
-    return _sites(loop, look)
+    def look(y: Tensor) -> None:
+        total.add_(y.detach().float().mean())
+
+    # At stages alone: modules run inside of the compiled code.
+    return watching_sites(loop, look, stages=("forward", "logging"), suits=lambda call: False)
 
 
 def _selects(name: str) -> bool:
@@ -108,11 +109,11 @@ register(
         ),
         lookalikes=(
             Variant(
-                "traced",
-                "A branch on a shape, and a log call that is left out while compiling: both are traced.",
-                _traced,
-                max_sites=3,
-                settle_steps=2,
+                "eager_metric",
+                "The mean of the output is added up on the device, behind the compiled code.",
+                _eager_metric,
+                max_sites=2,
+                mechanism="marker",
             ),
         ),
         remedy="""\

@@ -81,7 +81,7 @@ def _on_first_image(
 def _padding(loop: Loop, columns: Iterator[int], mark_shape: Callable[[Tensor], None]) -> list[Site]:
     """The batch is padded in each step by the next of ``columns``, and cropped inside of the compiled code.
 
-    So the model computes what it computes without padding.
+    So the model computes what it computes without padding. The padding is marked.
     """
     from torch.nn import functional
 
@@ -100,7 +100,8 @@ def _padding(loop: Loop, columns: Iterator[int], mark_shape: Callable[[Tensor], 
         def pad(x: Tensor) -> Tensor:
             nonlocal width
             width = x.shape[-1]
-            padded = functional.pad(x, (0, next(columns)))
+            with mark():
+                padded = functional.pad(x, (0, next(columns)))
             mark_shape(padded)
             return padded
 
@@ -172,12 +173,14 @@ register(
                 "A counter that is a tensor, and so an input of the compiled code.",
                 _tensor_counter,
                 settle_steps=2,
+                mechanism="marker",
             ),
             Variant(
                 "dynamic_shape",
                 "Another width in each step, which mark_dynamic announces.",
                 _dynamic_shape,
                 settle_steps=2,
+                mechanism="marker",
             ),
         ),
         remedy="""\

@@ -25,18 +25,6 @@ def _split_and_cat(loop: Loop) -> list[Site]:
     return activation_sites(loop, body)
 
 
-def _contiguous(loop: Loop) -> list[Site]:
-    import torch
-
-    def body(x: Tensor) -> Tensor:
-        for layout in (torch.contiguous_format, torch.channels_last):
-            if (x.ndim == 4 or layout is torch.contiguous_format) and x.is_contiguous(memory_format=layout):
-                return x.contiguous(memory_format=layout)
-        return x
-
-    return activation_sites(loop, body)
-
-
 def _views(loop: Loop) -> list[Site]:
     # Only ahead of modules that leave their input alone: behind one, an in-place operator of the model would
     # write through the view, which costs a copy in the backward pass.
@@ -68,7 +56,6 @@ register(
             ),
         ),
         lookalikes=(
-            Variant("contiguous", ".contiguous() on a contiguous tensor.", _contiguous, max_sites=8),
             Variant("views", "A dimension is added and removed: views, no copy.", _views, max_sites=8),
         ),
         remedy="""\

@@ -52,14 +52,6 @@ def _zeros_like(loop: Loop) -> list[Site]:
     return _instead(loop, reset)
 
 
-def _none_in_loop(loop: Loop) -> list[Site]:
-    def reset(parameters: list[Tensor]) -> None:
-        for p in parameters:
-            p.grad = None
-
-    return _instead(loop, reset)
-
-
 def _metric_reset(loop: Loop) -> list[Site]:
     import torch
 
@@ -93,8 +85,7 @@ register(
             Variant("zeros_like", "A new tensor of zeros for every parameter.", _zeros_like, heldout=True),
         ),
         lookalikes=(
-            Variant("none_in_loop", "p.grad = None for every parameter.", _none_in_loop),
-            Variant("metric_reset", "A few running sums are set to zero.", _metric_reset),
+            Variant("metric_reset", "A few running sums are set to zero.", _metric_reset, mechanism="marker"),
         ),
         remedy="""\
 optimizer.zero_grad()  # set_to_none=True is the default
