@@ -42,7 +42,7 @@ from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost, Look
-from torchtraceap.labels.pattern import PATTERNS, Pattern, Site, Stage, StageSite, Variant, choose
+from torchtraceap.labels.pattern import PATTERNS, Mechanism, Pattern, Site, Stage, StageSite, Variant, choose
 from torchtraceap.labels.types import Instance, Segment, State
 
 WARMUP_STEPS = 3
@@ -68,6 +68,11 @@ class Injected:
     @property
     def name(self) -> str:
         return f"{self.pattern.id}/{self.variant.name}"
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """How its events are found."""
+        return self.pattern.mechanism_of(self.variant)
 
     @property
     def measured(self) -> Cost:
@@ -335,7 +340,7 @@ class Session:
             reason = reason or "no place for it in this model"
         elif any(_replaced(sites) & _replaced(one.placement.sites) for one in self._rivals(sites, beside)):
             reason = "would stand in for the stage that another pattern stands in for"
-        elif pattern.mechanism == "selector" and any(o.pattern.mechanism == "selector" for o in beside):
+        elif pattern.mechanism_of(variant) == "selector" and any(o.mechanism == "selector" for o in beside):
             reason = "a trace can hold one pattern that is found by comparison with the clean one"
         if reason:
             self.skipped.append(f"{pattern.id}/{variant.name}: {reason}")
@@ -402,10 +407,7 @@ class Session:
         belongs to what. Either is done in a random order of its own, and none is published that was taken
         after a profile with markers.
         """
-        arms = [
-            arm + [twin for twin in self.twins if self.rng.random() < 0.5 and _fits(twin, arm)]
-            for arm in self.arms
-        ]
+        arms = [arm + [twin for twin in self.twins if self.rng.random() < 0.5] for arm in self.arms]
         plain = [strip(profile) for profile in self._profiles(arms, marking=False)]
         marked = self._profiles(arms, marking=True)
         labels = self._carried(arms, plain, marked)
@@ -475,7 +477,7 @@ class Session:
         clean: Trace,
     ) -> Difference:
         """How far a trace differs from the clean one outside of all that acts in one of the two."""
-        places = [(one.placement, one.pattern.mechanism) for one in (*arm, *clean_arm)]
+        places = [(one.placement, one.mechanism) for one in (*arm, *clean_arm)]
         rest, clean_rest = (
             steps_without(trace, self.secret, places, found)[profiling.LEAD_IN :]
             for trace, found in ((profile, segments), (clean, []))
@@ -593,14 +595,7 @@ def _armed(arm: list[Injected]) -> Iterator[None]:
 
 def _armed_in(arm: list[Injected]) -> dict[int, Armed]:
     """What acts in the trace of an arm, for the labelling."""
-    return {
-        one.placement.index: Armed(i, one.pattern.mechanism, one.pattern.selects) for i, one in enumerate(arm)
-    }
-
-
-def _fits(twin: Injected, arm: list[Injected]) -> bool:
-    """Whether a look-alike can be told from the patterns of an arm, where both are found by comparison."""
-    return twin.pattern.mechanism != "selector" or all(o.pattern.mechanism != "selector" for o in arm)
+    return {one.placement.index: Armed(i, one.mechanism, one.pattern.selects) for i, one in enumerate(arm)}
 
 
 def _starts_workers(plan: Injection) -> bool:
