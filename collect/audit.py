@@ -1,9 +1,10 @@
-"""Material of the leak audit: places that had a marker, and the same places in profiles that never had one.
+"""Material of the leak audit: places that an injector could change, with its wrappers there and without.
 
 The loop is that of a collection, with the candidate places of real variants, but what stands there does
 nothing: whatever tells the profiles apart is the harness. For each profile half of the places are drawn as
-those that "act". Profiles with markers and without follow each other in random order, so that a drift of the
-machine is no tell.
+those that "act". Profiles of the wrapped loop, as they are published, and of the loop as it was before
+anything was wrapped follow each other in random order, so that a drift of the machine is no tell. None has a
+marker; where the places are, one more profile says, which is taken last and thrown away.
 
 A workload runs in a process of its own, for the reasons given in ``runner.py``::
 
@@ -21,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from torchtraceap.labels.pattern import PATTERNS, FunctionSite, Mode, ModuleSite
 
 if TYPE_CHECKING:
     from torchtraceap.collect.loop import Placement, TrainingLoop
+    from torchtraceap.collect.model import ModelSpec
     from torchtraceap.dataset.trace import Trace
 
 PLACEMENTS = 4
@@ -47,7 +49,7 @@ WARMUP_STEPS = 3
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """A model in one mode at one batch size; ``profiles`` profiles with markers and as many without."""
+    """A model in one mode at one batch size; ``profiles`` profiles of the wrapped loop and as many bare."""
 
     model: str
     mode: Mode
@@ -73,7 +75,7 @@ class Request(msgspec.Struct, frozen=True):
 class Gathered(msgspec.Struct):
     """What came of a workload: examples by arm, and steps that equal no marked one, which are left out."""
 
-    marked: int = 0
+    wrapped: int = 0
     bare: int = 0
     unmatched_steps: int = 0
 
@@ -173,7 +175,7 @@ def run(request: Request) -> Gathered:
 
 
 def _gather(loop: TrainingLoop, workload: Workload, secret: str, out: Path) -> Gathered:
-    from torchtraceap.collect import devices
+    from torchtraceap.collect import devices, profiling
 
     rng = random.Random(workload.seed)
     placements = empty_placements(loop, rng)
@@ -186,15 +188,18 @@ def _gather(loop: TrainingLoop, workload: Workload, secret: str, out: Path) -> G
 
     arms = [*sites.ARMS] * workload.profiles
     rng.shuffle(arms)
-    taken: list[tuple[str, Trace, Marks]] = []
+    taken: list[Taken] = []
     drawn = 0
     for arm in arms:
-        with wrapping.only_if(arm == "marked"):
-            if arm == "marked":
+        wrapped = arm == "wrapped"
+        with wrapping.only_if(wrapped):
+            if wrapped:
                 _draw(placements, rng, complement=drawn % 2 == 1)
                 drawn += 1
-            taken.append((arm, *_profile(loop, secret)))
-    return write_examples(out, loop.spec.name, loop.spec.family, workload.mode, taken)
+            taken.append(Taken(arm, _published(_profile(loop, marking=False)), acting_of(placements)))
+    raw = _profile(loop, marking=True)
+    marks = marks_of(raw, secret)[profiling.LEAD_IN :]
+    return write_examples(out, loop.spec, workload.mode, _published(raw), marks, taken)
 
 
 def _draw(placements: Sequence[Placement], rng: random.Random, *, complement: bool) -> None:
@@ -206,20 +211,40 @@ def _draw(placements: Sequence[Placement], rng: random.Random, *, complement: bo
         placement.armed = True
 
 
-Marks = list[dict[sites.Place, set[bool]]]
-"""For each published step where markers lay, and whether they said that their place acts."""
+Candidate = tuple[int, int]
+"""A candidate: its placement's index and its own."""
+
+Marks = list[dict[sites.Place, set[Candidate]]]
+"""For each published step where markers lay, and of which candidates."""
 
 
-def _profile(loop: TrainingLoop, secret: str) -> tuple[Trace, Marks]:
-    """A trace as it would be published, and where its markers lay."""
+@dataclass(frozen=True)
+class Taken:
+    """A profile as it is published, of one of ``sites.ARMS``, and the candidates that acted in it."""
+
+    arm: str
+    trace: Trace
+    acting: frozenset[Candidate]
+
+
+def acting_of(placements: Sequence[Placement]) -> frozenset[Candidate]:
+    """The candidates that act."""
+    return frozenset((one.index, site) for one in placements if one.armed for site in one.acting)
+
+
+def _profile(loop: TrainingLoop, *, marking: bool) -> Trace:
+    from torchtraceap.collect import profiling
+
+    return profiling.profile_steps(loop, settle=0, marking=marking)
+
+
+def _published(raw: Trace) -> Trace:
     from torchtraceap.collect import profiling
     from torchtraceap.collect.cutting import keep_steps
     from torchtraceap.collect.labelling import number_steps, strip
 
-    raw = profiling.profile_steps(loop, settle=0)
-    marks = marks_of(raw, secret)[profiling.LEAD_IN :]
-    published, _ = keep_steps(strip(raw), [], profiling.LEAD_IN, profiling.PROFILED_STEPS)
-    return number_steps(published), marks
+    trace, _ = keep_steps(strip(raw), [], profiling.LEAD_IN, profiling.PROFILED_STEPS)
+    return number_steps(trace)
 
 
 def marks_of(raw: Trace, secret: str) -> Marks:
@@ -227,62 +252,69 @@ def marks_of(raw: Trace, secret: str) -> Marks:
     is_marker = np.array([op.name.startswith(PREFIX) for op in raw.ops], dtype=bool)[raw.events.op]
     marks: Marks = []
     for step in sites.places(raw, is_marker):
-        here: dict[sites.Place, set[bool]] = {}
+        here: dict[sites.Place, set[Candidate]] = {}
         for place, event in step:
             marker = parse_marker(secret, raw.ops[raw.events.op[event]].name)
             assert marker is not None
-            here.setdefault(place, set()).add(marker.on)
+            here.setdefault(place, set()).add((marker.placement, marker.site))
         marks.append(here)
     return marks
 
 
 def write_examples(
-    out: Path, model: str, family: str, mode: Mode, taken: Sequence[tuple[str, Trace, Marks]]
+    out: Path, spec: ModelSpec, mode: Mode, marked: Trace, marks: Marks, taken: Sequence[Taken]
 ) -> Gathered:
-    """Describe the marked places in all profiles of one loop and write them.
+    """Describe the candidate places in all profiles of one loop and write them.
 
-    A step without markers is looked at where an equal step with markers had them. A place at which one
-    marker said that it acts and another that it does not is not used to tell the two apart.
+    A step is looked at where an equal step of ``marked`` had markers. A place that one candidate shares with
+    another, of which one acts and one does not, is not used to tell the two apart.
 
     Args:
         out: File to write.
-        model, family, mode: For the rows.
-        taken: Arm, published trace and marks of each profile.
+        spec, mode: For the rows.
+        marked: The profile that had markers, stripped and cut.
+        marks: Where they lay.
+        taken: The others.
     """
-    known: dict[tuple[str, ...], set[sites.Place]] = {}
-    read = [(arm, trace, sites.steps(trace), marks) for arm, trace, marks in taken]
-    for _, trace, steps, marks in read:
-        for step, here in zip(steps, marks, strict=True):
-            if here:
-                known.setdefault(sites.sequence(trace, step), set()).update(here)
+    known: dict[tuple[str, ...], dict[sites.Place, set[Candidate]]] = {}
+    for step, marks_here in zip(sites.steps(marked), marks, strict=True):
+        places = known.setdefault(sites.sequence(marked, step), {})
+        for place, candidates in marks_here.items():
+            places.setdefault(place, set()).update(candidates)
 
     gathered = Gathered()
     batches = []
-    for arm, trace, steps, marks in read:
-        where = [sorted(known.get(sites.sequence(trace, step), ())) for step in steps]
+    for one in taken:
+        steps = sites.steps(one.trace)
+        where = [dict(sorted(known.get(sites.sequence(one.trace, step), {}).items())) for step in steps]
         gathered.unmatched_steps += sum(not here for here in where)
         count = sum(map(len, where))
         if not count:
             continue
+        selected = [
+            -1 if one.arm == "bare" else _selected(candidates, one.acting)
+            for here in where
+            for candidates in here.values()
+        ]
         columns: dict[str, Any] = {
-            "model": [model] * count,
-            "family": [family] * count,
+            "model": [spec.name] * count,
+            "family": [spec.family] * count,
             "mode": [mode] * count,
             "profile": [secrets.token_hex(8)] * count,
-            "arm": [arm] * count,
-            "selected": [
-                _selected(here.get(place)) for here, some in zip(marks, where, strict=True) for place in some
-            ],
-            **sites.describe(trace, steps, where),
+            "arm": [one.arm] * count,
+            "selected": selected,
+            **sites.describe(one.trace, steps, [list(here) for here in where]),
         }
         batches.append(pa.RecordBatch.from_pydict(columns, schema=sites.EXAMPLES))
-        setattr(gathered, arm, getattr(gathered, arm) + count)
+        setattr(gathered, one.arm, getattr(gathered, one.arm) + count)
     write_table(out, batches, sites.EXAMPLES)
     return gathered
 
 
-def _selected(said: set[bool] | None) -> int:
-    return -1 if said is None or len(said) > 1 else int(True in said)
+def _selected(candidates: set[Candidate], acting: frozenset[Candidate]) -> int:
+    """1 if all candidates at a place act, 0 if none does, else -1."""
+    count = len(candidates & acting)
+    return -1 if 0 < count < len(candidates) else int(count > 0)
 
 
 def empty_placements(loop: TrainingLoop, rng: random.Random) -> list[Placement]:

@@ -1,9 +1,9 @@
 """Places in a published trace, and all that could give one away: the material of the leak audit.
 
 A place is known by its position in the operator sequence of the main thread. Two profiles of one loop have
-equal sequences, so the same place can be looked at in a profile that had a marker there and in one that had
-none. What is looked at are the columns :data:`FEATURES`: gaps, durations, references, order, and facts of the
-whole trace, in absolute terms and against the same operators elsewhere in the trace.
+equal sequences, so a place that a marker showed in one of them can be looked at in all others. What is looked
+at are the columns :data:`FEATURES`: gaps, durations, references, order, and facts of the whole trace, in
+absolute terms and against the same operators elsewhere in the trace.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ FEATURES: dict[str, str] = {
 """Columns of a place and what they mean. NaN where there is no such thing.
 
 Sums of time over a whole step are left out: they are one number for all of its places, so they can tell at
-most that a trace has markers, not where, and few profiles differ in them by chance.
+most that a trace has places, not where, and few profiles differ in them by chance.
 """
 
-ARMS = ("marked", "bare")
-"""With markers that were taken out, and never marked."""
+ARMS = ("wrapped", "bare")
+"""As published, with an injector's wrappers at the places, and of a loop that never had any."""
 
 EXAMPLES = pa.schema(
     [
@@ -65,7 +65,7 @@ EXAMPLES = pa.schema(
         pa.field("mode", pa.string()),
         pa.field("profile", pa.string()),  # random
         pa.field("arm", pa.string()),
-        pa.field("selected", pa.int8()),  # 1 drawn to act, 0 not, -1 unknown: bare, or both at one place
+        pa.field("selected", pa.int8()),  # 1 drawn to act, 0 not, -1: bare, or both at one place
         pa.field("step", pa.int16()),
         pa.field("enter", pa.int32()),
         pa.field("leave", pa.int32()),

@@ -1,8 +1,9 @@
-"""The leak audit: can a classifier tell from published traces where the harness put its markers?
+"""The leak audit: can a classifier tell from published traces where an injector was at work?
 
 It is given the examples that ``collect/audit.py`` gathers (see ``dataset/sites.py``) and has two chances:
 
-- ``marked``: the same place in traces that were marked and stripped, against traces that never were;
+- ``wrapped``: the same place in traces as they are published, of a loop in which an injector wrapped it,
+  against traces of a loop in which nothing was wrapped;
 - ``selected``: places drawn to act against places that were not, with bodies that do nothing.
 
 It is a boosting of trees, tested on families of models that it was not trained on. AUROC is taken within each
@@ -105,7 +106,7 @@ def audit_examples(paths: Iterable[Path], *, seed: int = 0) -> list[Arm]:
     features, names = _example_matrix(table)
     family = table.column("family").to_numpy(zero_copy_only=False).astype(str)
     return [
-        _judge("marked", features, names, arm == "marked", family, seed),
+        _judge("wrapped", features, names, arm == "wrapped", family, seed),
         _judge("selected", features[decided], names, selected[decided] == 1, family[decided], seed),
     ]
 

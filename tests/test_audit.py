@@ -18,6 +18,7 @@ from torchtraceap.cli import main
 from torchtraceap.collect import audit as gathering
 from torchtraceap.collect.audit import (
     PLACEMENTS,
+    Taken,
     Workload,
     Wrapping,
     empty_placements,
@@ -117,19 +118,22 @@ def make_examples(folder: Path, *, renumbered: bool = True, **leak: float) -> li
     paths = []
     for family in range(FAMILIES):
         rng = random.Random(family)
+        marked = profile(rng, 1, frozenset())
         taken = []
         half = frozenset(rng.sample(range(PLACES), PLACES // 2))
         for acting in (half, frozenset(range(PLACES)) - half) * 2:
             for arm in sites.ARMS:
-                raw = profile(rng, 1 + 0.4 * family, acting if arm == "marked" else None, **leak)
+                # What a wrapper leaves is made like a marker and then stripped.
+                raw = profile(rng, 1 + 0.4 * family, acting if arm == "wrapped" else None, **leak)
                 published = strip(raw)
                 if not renumbered:
                     kept = np.array([not op.name.startswith("ttap-") for op in raw.ops])[raw.events.op]
                     forward = raw.events.forward[kept]
                     published = replace(published, events=replace(published.events, forward=forward))
-                taken.append((arm, published, marks_of(raw, SECRET)))
+                taken.append(Taken(arm, published, frozenset((0, place) for place in acting)))
         paths.append(folder / f"family{family}.parquet")
-        write_examples(paths[-1], f"tiny/{family}", f"family{family}", "train", taken)
+        spec = replace(tiny.spec(), name=f"tiny/{family}", family=f"family{family}")
+        write_examples(paths[-1], spec, "train", strip(marked), marks_of(marked, SECRET), taken)
     return paths
 
 
@@ -141,10 +145,10 @@ def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("leak", "passes", "tells"),
     [
-        ({}, {"marked": True, "selected": True}, None),
-        ({"marker_ns": 20_000}, {"marked": False, "selected": True}, {"gap_in"}),
-        ({"on_ns": 20_000}, {"marked": False, "selected": False}, {"gap_in", "gap_in_elsewhere"}),
-        ({"renumbered": False}, {"marked": False, "selected": True}, {"forward_offset"}),
+        ({}, {"wrapped": True, "selected": True}, None),
+        ({"marker_ns": 20_000}, {"wrapped": False, "selected": True}, {"gap_in"}),
+        ({"on_ns": 20_000}, {"wrapped": False, "selected": False}, {"gap_in", "gap_in_elsewhere"}),
+        ({"renumbered": False}, {"wrapped": False, "selected": True}, {"forward_offset"}),
     ],
     ids=["nothing", "a gap", "a gap where it acts", "references not renumbered"],
 )
@@ -211,16 +215,34 @@ def test_what_a_marker_encloses_lies_between_the_ends_of_its_place() -> None:
         clock.close()
         clock.wait(1000)
     (here,) = marks_of(clock.trace(), SECRET)
-    assert here == {sites.Place(1, 3): {True}}
+    assert here == {sites.Place(1, 3): {(0, 0)}}
 
 
 def test_sets_of_examples_leave_out_what_is_equal_to_no_marked_step(tmp_path: Path) -> None:
     rng = random.Random(0)
     raw = profile(rng, 1, frozenset())
     other = replace(strip(raw), ops=[replace_name(op) for op in strip(raw).ops])
-    taken = [("marked", strip(raw), marks_of(raw, SECRET)), ("bare", other, marks_of(other, SECRET))]
-    gathered = write_examples(tmp_path / "a.parquet", "m", "f", "train", taken)
-    assert (gathered.marked, gathered.bare, gathered.unmatched_steps) == (3 * PLACES, 0, 3)
+    nothing: frozenset[Any] = frozenset()
+    taken = [Taken("wrapped", strip(raw), nothing), Taken("bare", other, nothing)]
+    out = tmp_path / "a.parquet"
+    gathered = write_examples(out, tiny.spec(), "train", strip(raw), marks_of(raw, SECRET), taken)
+    assert (gathered.wrapped, gathered.bare, gathered.unmatched_steps) == (3 * PLACES, 0, 3)
+
+
+def test_candidates_that_share_a_place_say_nothing_of_it_unless_they_agree(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    raw = profile(rng, 1, frozenset())
+    marks = marks_of(raw, SECRET)
+    for here in marks:
+        for place, candidates in here.items():
+            candidates.add((1, place.enter % 2))
+    acting = frozenset({(0, 0), (0, 1), (1, 0)})
+    out = tmp_path / "a.parquet"
+    write_examples(out, tiny.spec(), "train", strip(raw), marks, [Taken("wrapped", strip(raw), acting)])
+    first = read_table(out, sites.EXAMPLES).to_pylist()[:PLACES]
+    for number, row in enumerate(first):
+        both = {number < 2, row["enter"] % 2 == 0}
+        assert row["selected"] == (int(both.pop()) if len(both) == 1 else -1)
 
 
 def replace_name(op: Op) -> Op:
@@ -300,12 +322,12 @@ def test_gathering_from_a_loop(tmp_path: Path) -> None:
     workload = Workload("tiny/net", "infer", 4, seed=3, profiles=1)
     gathered = gathering._gather(make_loop("infer"), workload, SECRET, out)
     assert gathered.unmatched_steps == 0
-    assert gathered.marked == gathered.bare > 0
+    assert gathered.wrapped == gathered.bare > 0
     rows = read_table(out, sites.EXAMPLES).to_pylist()
     keys = [{(r["step"], r["enter"], r["leave"]) for r in rows if r["arm"] == arm} for arm in sites.ARMS]
     assert keys[0] == keys[1]
     assert {r["selected"] for r in rows if r["arm"] == "bare"} == {-1}
-    assert {0, 1} <= {r["selected"] for r in rows if r["arm"] == "marked"}
+    assert {0, 1} <= {r["selected"] for r in rows if r["arm"] == "wrapped"}
     assert "ttap-" not in out.read_bytes().decode("latin-1")
 
 
@@ -336,7 +358,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["audit", str(dataset), "--examples", str(tmp_path / name), "--json"]) == code
         shown = json.loads(capsys.readouterr().out)
         assert shown["passed"] is (code == 0)
-        assert [arm["name"] for arm in shown["arms"]] == ["marked", "selected"]
+        assert [arm["name"] for arm in shown["arms"]] == ["wrapped", "selected"]
     assert main(["audit", str(dataset)]) == 1  # what was not audited has not passed
     assert "collect-audit" in capsys.readouterr().err
     assert main(["audit", str(dataset), "--examples", str(tmp_path / "nothing")]) == 2

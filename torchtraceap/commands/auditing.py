@@ -1,4 +1,4 @@
-"""`traceap collect-audit` and `audit`: do published traces show where the harness put its markers?"""
+"""`traceap collect-audit` and `audit`: do published traces show where the harness was at work?"""
 
 from __future__ import annotations
 
@@ -42,7 +42,12 @@ def collect_audit(
         list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
     ] = None,
     profiles: Annotated[
-        int, typer.Option("--profiles", min=1, help="Of a workload, with markers and as many without.")
+        int,
+        typer.Option(
+            "--profiles",
+            min=1,
+            help="Of a workload, with the wrappers of candidate places and as many without.",
+        ),
     ] = 4,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
     seed: Seed = 0,
@@ -51,7 +56,7 @@ def collect_audit(
     ] = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
-    """Gather the examples that `traceap audit` needs: places with a marker, and the same without.
+    """Gather the examples that `traceap audit` needs: candidate places, wrapped and bare.
 
     Exit code 1 when a workload failed; the others are kept.
     """
@@ -85,15 +90,15 @@ def collect_audit(
                 console.note(f"{workload.name}: failed: {result}")
             else:
                 done[workload.name] = result
-                console.note(f"{workload.name}: {result.marked} marked, {result.bare} bare")
+                console.note(f"{workload.name}: {result.wrapped} wrapped, {result.bare} bare")
             bar.update(task, completed=len(done) + len(failed), description=console.safe(workload.name))
 
         gather(workloads, out, device=device, time_limit=time_limit, on_event=on_event)
     if as_json:
         console.emit_json({"done": done, "failed": failed, "out": str(out)})
     else:
-        marked, bare = (sum(getattr(one, arm) for one in done.values()) for arm in ("marked", "bare"))
-        print(f"{marked} marked and {bare} bare places of {len(done)} workloads in {console.visible(out)}")
+        wrapped, bare = (sum(getattr(one, arm) for one in done.values()) for arm in ("wrapped", "bare"))
+        print(f"{wrapped} wrapped and {bare} bare places of {len(done)} workloads in {console.visible(out)}")
     if failed:
         raise typer.Exit(PARTLY_FAILED)
 
@@ -107,9 +112,9 @@ def audit(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Say whether markers leave a trace in published traces, and what metadata and lengths alone tell.
+    """Say whether the harness leaves something in published traces, and what metadata and lengths alone tell.
 
-    Exit code 1 when a classifier finds the markers, or when there are too few examples to say so.
+    Exit code 1 when a classifier finds the places, or when there are too few examples to say so.
     """
     from torchtraceap.eval.audit import audit_examples, audit_metadata, to_dict
 
@@ -131,7 +136,7 @@ def audit(
 def print_arms(arms: list[Arm]) -> None:
     """The verdict, a row an arm."""
     if not arms:
-        console.note("markers were not audited: give --examples, made by `traceap collect-audit`")
+        console.note("places were not audited: give --examples, made by `traceap collect-audit`")
         return
     columns = ("arm", "examples", "families", "AUROC", "95 %", "verdict", "it goes by")
     rows = [
@@ -146,7 +151,7 @@ def print_arms(arms: list[Arm]) -> None:
         )
         for arm in arms
     ]
-    console.table("where markers were", columns, rows)
+    console.table("where an injector was at work", columns, rows)
 
 
 def print_metadata(rows: list[MetadataRow]) -> None:
