@@ -55,10 +55,9 @@ def _zeros_like(loop: Loop) -> list[Site]:
 def _metric_reset(loop: Loop) -> list[Site]:
     import torch
 
-    sums = torch.zeros(8, device=loop.device)
-
     def body(state: State) -> None:
-        sums.zero_()
+        # Not zero_(): at the top of a clean step it would have the path of the pattern's own fills.
+        torch.zeros(8, device=loop.device)
 
     return [StageSite("zero_grad", body, where="after")]
 
@@ -85,7 +84,9 @@ register(
             Variant("zeros_like", "A new tensor of zeros for every parameter.", _zeros_like, heldout=True),
         ),
         lookalikes=(
-            Variant("metric_reset", "A few running sums are set to zero.", _metric_reset, mechanism="marker"),
+            Variant(
+                "metric_reset", "A few running sums start anew from zero.", _metric_reset, mechanism="marker"
+            ),
         ),
         remedy="""\
 optimizer.zero_grad()  # set_to_none=True is the default
