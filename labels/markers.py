@@ -1,8 +1,7 @@
-"""Markers: the annotations that say, while a trace is made, where an injector could act and where it did.
+"""Markers: the annotations that say, while a profile is made, where an injector could act and where it did.
 
-Every candidate place is wrapped in one in every trace of a workload; only what happens inside differs. All
-are gone before a trace is published, so a marker leaves nothing but the microsecond that it took, in traces
-with and without the pattern alike.
+Every candidate place is wrapped in one, whether it acts or not. A profile with markers is taken for its labels
+alone: these are carried over to one without (``collect/transfer.py``), which is published.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Variant:
         name: Unique within the pattern.
         summary: One sentence.
         sites: Given the loop, every candidate place with what happens there when it is switched on. All
-            are marked in all traces; ``choose`` then picks those that act.
+            are wrapped in all traces; ``choose`` then picks those that act.
         heldout: Kept out of train and validation (slice ``unseen_variant``).
         max_sites: At most so many places act at once; how many is drawn from 1 to this.
         together: All candidates act, or none: they are one change in several places.
