@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtraceap.collect.labelling import Armed, all_segments, marked_members, selected_members
+from torchtraceap.collect.native import RUNTIME_CATEGORIES
 from torchtraceap.collect.paths import Paths
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels.segments import below
@@ -29,19 +30,17 @@ VOLATILE = frozenset(
     for call in (
         # Allocators ask whether the device is done with a block, as often as they happen to look.
         "EventQuery",
-        # By the allocator of pinned memory and the thread that pins: whether memory is pinned already.
-        "PointerGetAttributes",
-        # The caching allocators ask for memory, and for what that needs, when they have none that fits.
-        # Whether they do depends on how far the device has come with what was freed.
-        "StreamIsCapturing",
-        "ThreadExchangeStreamCaptureMode",
+        # They ask for memory, and for what that needs, when they have none that fits. Whether they do depends
+        # on how far the device has come with what was freed.
         "Malloc",
         "Free",
-        "MemGetInfo",
         "HostAlloc",
         "FreeHost",
+        "StreamIsCapturing",
         # Events come from pools, which make one when all are in use.
         "EventCreateWithFlags",
+        # Asked of a batch by the thread that pins it, and of what is copied before that thread has run.
+        "PointerGetAttributes",
     )
 )
 """Runtime calls that come and go by chance between equal steps."""
@@ -75,9 +74,9 @@ def carried(
 def transfer(marked: Trace, members: Mapping[int, BoolArray], plain: Trace) -> dict[int, BoolArray] | None:
     """Find the members of instances in another profile of the same steps.
 
-    What lies below a member or was launched by one is a member (see ``labels/segments.py``), so only events
-    on threads that run operators have to be found. Those of :data:`VOLATILE` are found by their place
-    between others where nothing above them is a member.
+    What lies below a member or was launched by one is a member (see ``labels/segments.py``), so only core
+    events have to be found (see :func:`_core`). Others are found by their place between these where nothing
+    above them is a member.
 
     Args:
         marked: A stripped profile.
@@ -132,14 +131,18 @@ def _twins(marked: Trace, plain: Trace) -> IntArray | None:
 
 
 def _core(trace: Trace) -> BoolArray:
-    """Events that equal steps have in equal order: those of threads that run operators, less volatile ones.
+    """Events that equal steps have in equal order: operators, annotations, and calls outside of operators.
 
-    What else runs on the CPU (the thread that pins batches, threads of the communication) only makes calls,
-    and as often as it happens to look.
+    Those of threads that run operators: others (one pins batches) only make calls, and as often as they happen
+    to look. A runtime call of an operator belongs where that does, so that a library may launch another
+    kernel for it. The rest must be equal, less what is :data:`VOLATILE`.
     """
-    volatile = np.array([op.category == "overhead" or op.name in VOLATILE for op in trace.ops], dtype=bool)
-    lanes = np.unique(trace.events.lane[(trace.categories == "cpu_op") & ~_communication(trace)])
-    return np.isin(trace.events.lane, lanes) & ~trace.on_gpu & ~volatile[trace.events.op]
+    events, categories = trace.events, trace.categories
+    follows = np.array([op.category == "overhead" or op.name in VOLATILE for op in trace.ops], dtype=bool)
+    operator = categories == "cpu_op"
+    call = np.isin(categories, RUNTIME_CATEGORIES) & (events.parent >= 0) & operator[events.parent]
+    lanes = np.unique(events.lane[operator & ~_communication(trace)])
+    return np.isin(events.lane, lanes) & ~trace.on_gpu & ~follows[events.op] & ~call
 
 
 def _communication(trace: Trace) -> BoolArray:
@@ -165,7 +168,7 @@ def _above(trace: Trace, core: BoolArray) -> IntArray:
 
 
 def _loose(marked: Trace, member: BoolArray, twin: IntArray, plain: Trace) -> list[int] | None:
-    """Volatile events of ``plain`` that are members though nothing above them is; None if nobody can say.
+    """Other events of ``plain`` that are members though nothing above them is; None if nobody can say.
 
     They lie below the same event and behind the same one of their thread as those of ``marked``. If only some
     calls of one name there are members, the two profiles must have equally many.

@@ -129,6 +129,16 @@ def test_calls_that_come_and_go_follow_what_is_above_them() -> None:
     assert moved_to(changed(), [*MARKED, *more]) == MEMBERS
 
 
+def test_an_operator_may_launch_another_kernel() -> None:
+    rows = [
+        (MAIN, "cudaFuncSetAttribute", 32, 36, "", ""),
+        (MAIN, "cudaMemsetAsync", 140, 150, "", ""),
+        (STREAM, "Memset", 1900, 1950, "cudaMemsetAsync", ""),
+    ]
+    assert moved_to(changed(*rows)) == MEMBERS | {"cudaMemsetAsync", "Memset"}
+    assert moved_to(changed(), [*MARKED, *rows]) == MEMBERS
+
+
 def test_threads_are_known_by_what_they_run_and_not_by_their_number() -> None:
     other = {PINNING: AUTOGRAD, AUTOGRAD: PINNING}
     swapped = [(other.get(lane, lane), *rest) for lane, *rest in changed()]
@@ -143,9 +153,10 @@ def test_threads_are_known_by_what_they_run_and_not_by_their_number() -> None:
         changed(relu="aten::gelu"),
         changed((AUTOGRAD, "aten::add_", 485, 490, "", "")),
         changed((MAIN, "cudaStreamSynchronize", 360, 370, "", "")),
+        changed(without=("cudaDeviceSynchronize",)),
         changed((PINNING, "aten::pin_memory", 700, 710, "", "")),
     ],
-    ids=["one more", "one less", "another", "backward", "a wait", "on another thread"],
+    ids=["one more", "one less", "another", "backward", "a wait", "no wait", "on another thread"],
 )
 def test_other_work_is_not_taken_for_the_same(plain: list[Row]) -> None:
     if any(row[5] == "aten::relu" and "aten::gelu" in {r[1] for r in plain} for row in plain):
