@@ -133,7 +133,7 @@ def _twins(marked: Trace, plain: Trace) -> IntArray | None:
 def _core(trace: Trace) -> BoolArray:
     """Events that equal steps have in equal order: operators, annotations, and calls outside of operators.
 
-    Those of threads that run operators: others (one pins batches) only make calls, and as often as they happen
+    Those of threads that run operators: others (one pins batches) only make calls, as often as they happen
     to look. A runtime call of an operator belongs where that does, so that a library may launch another
     kernel for it. The rest must be equal, less what is :data:`VOLATILE`.
     """
