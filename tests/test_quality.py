@@ -29,7 +29,7 @@ def record(workload: str, busy: float, *instances: dict[str, Any]) -> TraceRecor
     """A trace with its look-alike of redundant_copy, and injected copies of what ``instances`` change."""
     one = random_record(2, state="costly", gpu=not math.isnan(busy))
     injected, lookalike = one.instances
-    lookalike = msgspec.structs.replace(lookalike, variant="contiguous")
+    lookalike = msgspec.structs.replace(lookalike, variant="views")
     segments = [s for s in one.segments if s.instance == 1]
     one.instances = [lookalike, *(msgspec.structs.replace(injected, **changes) for changes in instances)]
     one.segments = [msgspec.structs.replace(s, instance=0) for s in segments]
