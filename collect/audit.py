@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,7 +181,8 @@ def _gather(loop: TrainingLoop, workload: Workload, secret: str, out: Path) -> G
     placements = empty_placements(loop, rng)
     if not placements:
         raise UserError(f"{workload.model}: no variant has a place in it")
-    wrapping = Wrapping(loop, placements)
+    for placement in placements:
+        loop.install(placement)
     for _ in range(WARMUP_STEPS):
         loop.step()
     devices.synchronize(loop.device)
@@ -191,12 +192,12 @@ def _gather(loop: TrainingLoop, workload: Workload, secret: str, out: Path) -> G
     taken: list[Taken] = []
     drawn = 0
     for arm in arms:
-        wrapped = arm == "wrapped"
-        with wrapping.only_if(wrapped):
-            if wrapped:
-                _draw(placements, rng, complement=drawn % 2 == 1)
-                drawn += 1
-            taken.append(Taken(arm, _published(_profile(loop, marking=False)), acting_of(placements)))
+        if arm == "wrapped":
+            _draw(placements, rng, complement=drawn % 2 == 1)
+            drawn += 1
+        with nullcontext() if arm == "wrapped" else _bare(loop):
+            trace = _published(_profile(loop, marking=False))
+        taken.append(Taken(arm, trace, acting_of(placements)))
     raw = _profile(loop, marking=True)
     marks = marks_of(raw, secret)[profiling.LEAD_IN :]
     return write_examples(out, loop.spec, workload.mode, _published(raw), marks, taken)
@@ -363,36 +364,14 @@ def _emptied(site: Site) -> Site:
     return replace(site, body=bodies[site.where], otherwise=None)
 
 
-class Wrapping:
-    """Installs placements and can take them out again, so that nothing of them is left in the loop."""
-
-    def __init__(self, loop: TrainingLoop, placements: Sequence[Placement]) -> None:
-        self._loop = loop
-        self._bare = self._state()
-        for placement in placements:
-            loop.install(placement)
-        self._wrapped = self._state()
-
-    def _state(self) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        forwards = {module: module.__dict__.get("forward") for module in self._loop.model.modules()}
-        return dict(self._loop.stages), forwards
-
-    @contextmanager
-    def only_if(self, wrapped: bool) -> Iterator[None]:
-        """The loop with or without the placements while the block runs; with them afterwards."""
-        try:
-            self._put(self._wrapped if wrapped else self._bare)
-            yield
-        finally:
-            self._put(self._wrapped)
-
-    def _put(self, state: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
-        stages, forwards = state
-        self._loop.stages = dict(stages)
-        for module, forward in forwards.items():
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
+@contextmanager
+def _bare(loop: TrainingLoop) -> Iterator[None]:
+    """The loop without its placements while the block runs."""
+    placements, loop.placements = loop.placements, []
+    try:
+        yield
+    finally:
+        loop.placements = placements
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The reference loop in named stages. It is the good loop; an injector changes stages or modules of it.
 
-A :class:`Placement` is one pattern put into one loop: every candidate place is wrapped, and whether the
-body acts there is decided anew at each call, so that clean and injected steps run the same program.
+A :class:`Placement` is one pattern put into one loop. What runs at its candidate places is decided anew for
+each step, so that clean and injected steps are steps of the same process.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from torchtraceap.labels.pattern import (
     State,
 )
 
+StageRun = Callable[[State], None]
+
 DISTINCT_BATCHES = 4
 LEARNING_RATE = 1e-4
 
@@ -50,7 +52,7 @@ class Placement:
 
     Attributes:
         index: Number of this placement in its session.
-        sites: All candidates, each wrapped in every trace.
+        sites: All candidates.
         acting: Indices of the candidates whose body acts when armed.
         steps: Profiled steps in which it acts; None for every step.
         armed: Whether the current arm of the experiment has it.
@@ -62,11 +64,14 @@ class Placement:
     steps: frozenset[int] | None = None
     armed: bool = False
 
+    def active(self, step: int | None) -> frozenset[int]:
+        """The candidates whose body acts; ``step`` is None outside of the profiled steps."""
+        acts = self.armed and (step is None or self.steps is None or step in self.steps)
+        return self.acting if acts else frozenset()
+
     def on(self, site: int, step: int | None) -> bool:
-        """Whether the body at ``site`` acts; ``step`` is None outside of the profiled steps."""
-        return (
-            self.armed and site in self.acting and (step is None or self.steps is None or step in self.steps)
-        )
+        """Whether the body at ``site`` acts."""
+        return site in self.active(step)
 
 
 class TrainingLoop:
@@ -115,6 +120,10 @@ class TrainingLoop:
         self._marker_names: dict[tuple[int, int, bool], str] = {}
         self.closing = ExitStack()
         self._iterators: list[Any] = []
+        self.placements: list[Placement] = []
+        self._bare_stages: dict[Stage, StageRun] = {}
+        self._bare_forwards: dict[nn.Module, tuple[Callable[..., Any], bool]] = {}  # and whether its own
+        self._arranged: tuple[Any, ...] | None = None
         self._calls: list[ModuleCall] | None = None
 
         generator = torch.Generator().manual_seed(seed + rank)
@@ -150,6 +159,7 @@ class TrainingLoop:
 
     def step(self) -> State:
         """Run all stages once and return what they produced."""
+        self._arrange()
         state = State()
         for stage in STAGES:
             self.stages[stage](state)
@@ -355,167 +365,139 @@ class TrainingLoop:
     # -- placements -----------------------------------------------------------------------------------
 
     def install(self, placement: Placement) -> None:
-        """Wrap every candidate place of ``placement``."""
-        for number, site in enumerate(placement.sites):
+        """Let the candidate places of ``placement`` do what it says from the next step on."""
+        for site in placement.sites:
             if isinstance(site, StageSite):
-                self._wrap_stage(placement, number, site)
-            elif isinstance(site, ModuleSite):
-                self._wrap_module(placement, number, site)
+                for stage in (site.stage, *(("data",) if site.data is not None else ())):
+                    self._bare_stages.setdefault(stage, self.stages[stage])
             else:
-                self._wrap_function(placement, number, site)
+                module = site.call.module
+                self._bare_forwards.setdefault(module, (module.forward, "forward" in module.__dict__))
+        self.placements.append(placement)
+        self._arrange()
 
-    # Wrappers stay in the loop when a profile without markers is taken, and what they cost lies in a gap of a
-    # published trace. So there they do no more than ask whether their place acts, the same way if it does.
+    def _arrange(self) -> None:
+        """Put into every candidate place what this step needs there, and nothing where it needs nothing.
 
-    def _wrap_stage(self, placement: Placement, number: int, site: StageSite) -> None:
-        original = self.stages[site.stage]
-        body, otherwise, on = site.body, site.otherwise, partial(placement.on, number)
-
-        def around(state: State) -> None:
-            if self.marking:
-                with self._mark(placement, number):
-                    act(state)
+        A wrapper that asked at each call whether its place acts would leave a gap of some microseconds in
+        every published trace. So it is asked once a step: outside of the profiled steps only if the answer
+        changed, in them always, so that all of them begin alike.
+        """
+        acting = [one.active(self.profiled_step) for one in self.placements]
+        arranged = (self.marking, acting)
+        if arranged == self._arranged and self.profiled_step is None:
+            return
+        self._arranged = arranged
+        stages, forwards = dict(self._bare_stages), dict[nn.Module, Callable[..., Any]]()
+        for placement in self.placements:
+            for number, site in enumerate(placement.sites):
+                if isinstance(site, StageSite):
+                    if site.data is not None and placement.on(number, self.profiled_step):
+                        stages["data"] = partial(_second_first, site.data, stages["data"])
+                    stages[site.stage] = self._at_stage(placement, number, site, stages[site.stage])
+                    continue
+                module = site.call.module
+                inner = forwards.get(module) or self._bare_forwards[module][0]
+                at = self._at_module if isinstance(site, ModuleSite) else self._at_function
+                outer = at(placement, number, site, inner)  # type: ignore[arg-type]
+                if outer is not inner:
+                    forwards[module] = outer
+        self.stages.update(stages)
+        for module, (bare, is_own) in self._bare_forwards.items():
+            # On the instance: a module hook would leave nodes of its own in the autograd graph.
+            if module in forwards or is_own:
+                module.__dict__["forward"] = forwards.get(module, bare)
             else:
-                act(state)
+                module.__dict__.pop("forward", None)
 
-        def act(state: State) -> None:
-            if on(self.profiled_step):
-                body(state, original)
-            elif otherwise is not None:
-                otherwise(state, original)
-            else:
-                original(state)
+    def _at_stage(self, placement: Placement, number: int, site: StageSite, inner: StageRun) -> StageRun:
+        """What runs at a stage in this step, around what others put there; ``inner`` if that is all."""
+        on = placement.on(number, self.profiled_step)
+        act = site.body if on else site.otherwise
+        mark = partial(self._mark, placement, number)
+        if site.where in ("around", "inside"):
+            run = inner
+            if act is not None:
+                more = (mark,) if on and site.where == "inside" else ()
 
-        def extra(state: State) -> None:
-            if self.marking:
-                with self._mark(placement, number):
-                    add(state)
-            else:
-                add(state)
+                def run(state: State) -> None:
+                    act(state, inner, *more)
 
-        def add(state: State) -> None:
-            if on(self.profiled_step):
-                body(state)
-            elif otherwise is not None:
-                otherwise(state)
+            return self._marked(mark, run, covers=site.where == "around")
+        extra = self._marked(mark, act or _nothing, covers=True)
+        if extra is _nothing:
+            return inner
+        first, second = (extra, inner) if site.where == "before" else (inner, extra)
 
-        def before(state: State) -> None:
-            extra(state)
-            original(state)
+        def both(state: State) -> None:
+            first(state)
+            second(state)
 
-        def after(state: State) -> None:
-            original(state)
-            extra(state)
+        return both
 
-        def inside(state: State) -> None:
-            if self.marking:
-                self._leave_mark(placement, number)
-            if on(self.profiled_step):
-                body(state, original, partial(self._mark, placement, number))
-            elif otherwise is not None:
-                otherwise(state, original)
-            else:
-                original(state)
+    def _at_module(
+        self, placement: Placement, number: int, site: ModuleSite, inner: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The same of a module's forward."""
+        on = placement.on(number, self.profiled_step)
+        act = site.body if on else site.otherwise
+        mark = partial(self._mark, placement, number)
+        if site.where in ("around", "inside"):
+            run = inner
+            if act is not None:
+                run = partial(act, inner)
+                if on and site.where == "inside":
+                    run = partial(_with_last, run, mark)
+            return self._marked(mark, run, covers=site.where == "around")
+        extra = self._marked(mark, act or _same, covers=True)
+        if extra is _same:
+            return inner
+        if site.where == "before":
+            return lambda x, *args, **kwargs: inner(extra(x), *args, **kwargs)
+        return lambda *args, **kwargs: extra(inner(*args, **kwargs))
 
-        wrappers = {"around": around, "before": before, "after": after, "inside": inside}
-        self.stages[site.stage] = wrappers[site.where]
-        if site.data is not None:
-            self._bring_batch(placement, number, site.data)
+    def _at_function(
+        self, placement: Placement, number: int, site: FunctionSite, inner: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The same of the forward of the module that calls the function, which is replaced meanwhile."""
+        on = placement.on(number, self.profiled_step)
+        if not (on or self.marking):
+            return inner
+        name, wanted = site.call.function, site.call.index
+        mark = partial(self._mark, placement, number)
 
-    def _bring_batch(self, placement: Placement, number: int, bring: Body) -> None:
-        original = self.stages["data"]
-
-        def data(state: State) -> None:
-            if placement.on(number, self.profiled_step):
-                bring(state, original)
-            else:
-                original(state)
-
-        self.stages["data"] = data
-
-    def _wrap_module(self, placement: Placement, number: int, site: ModuleSite) -> None:
-        module = site.call.module
-        original = module.forward  # an earlier wrapper, if there is one
-        body, otherwise, on = site.body, site.otherwise, partial(placement.on, number)
-
-        def around(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.marking:
-                with self._mark(placement, number):
-                    return act(x, *args, **kwargs)
-            return act(x, *args, **kwargs)
-
-        def act(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if on(self.profiled_step):
-                return body(original, x)
-            if otherwise is not None:
-                return otherwise(original, x)
-            return original(x, *args, **kwargs)
-
-        def extra(value: Any) -> Any:
-            if self.marking:
-                with self._mark(placement, number):
-                    return add(value)
-            return add(value)
-
-        def add(value: Any) -> Any:
-            if on(self.profiled_step):
-                return body(value)
-            return value if otherwise is None else otherwise(value)
-
-        def before(x: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(extra(x), *args, **kwargs)
-
-        def after(*args: Any, **kwargs: Any) -> Any:
-            return extra(original(*args, **kwargs))
-
-        def inside(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.marking:
-                self._leave_mark(placement, number)
-            if on(self.profiled_step):
-                return body(original, x, partial(self._mark, placement, number))
-            if otherwise is not None:
-                return otherwise(original, x)
-            return original(x, *args, **kwargs)
-
-        # On the instance: a module hook would leave nodes of its own in the autograd graph.
-        wrappers = {"around": around, "before": before, "after": after, "inside": inside}
-        module.forward = wrappers[site.where]
-
-    def _wrap_function(self, placement: Placement, number: int, site: FunctionSite) -> None:
-        """Replace the call while its module runs, if there is something to do at it, and at no other time."""
-        module, wanted, name = site.call.module, site.call.index, site.call.function
-        forward, body = module.forward, site.body
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            on = placement.on(number, self.profiled_step)
-            if not (on or self.marking):
-                return forward(*args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             original = getattr(functional, name)
+            here = self._marked(mark, partial(site.body, original) if on else original, covers=True)
             calls = 0
 
             def watch(*args: Any, **kwargs: Any) -> Any:
                 nonlocal calls
                 calls += 1
-                run = partial(body, original) if on else original
-                if calls - 1 != wanted:
-                    return original(*args, **kwargs)
-                if self.marking:
-                    with self._mark(placement, number):
-                        return run(*args, **kwargs)
-                return run(*args, **kwargs)
+                return (here if calls - 1 == wanted else original)(*args, **kwargs)
 
             setattr(functional, name, watch)
             try:
-                return forward(*args, **kwargs)
+                return inner(*args, **kwargs)
             finally:
                 setattr(functional, name, original)
 
-        module.forward = wrapped
+        return forward
 
-    def _leave_mark(self, placement: Placement, number: int) -> None:
-        """The marker of a site that marks for itself: it says whether the site acts."""
-        with self._mark(placement, number):
-            pass
+    def _marked(
+        self, mark: Callable[[], AbstractContextManager[Any]], run: Callable[..., Any], *, covers: bool
+    ) -> Callable[..., Any]:
+        """``run`` in its marker, or behind an empty one that says whether the place acts; only if marking."""
+        if not self.marking:
+            return run
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with mark():
+                if covers:
+                    return run(*args, **kwargs)
+            return run(*args, **kwargs)
+
+        return marked
 
     def _mark(self, placement: Placement, site: int) -> AbstractContextManager[Any]:
         """Marks what runs while it is entered, in profiles with markers.
@@ -530,6 +512,22 @@ class TrainingLoop:
         if marker not in self._marker_names:
             self._marker_names[marker] = marker_name(self._secret, Marker(*marker))
         return _RecordFunctionFast(self._marker_names[marker])
+
+
+def _nothing(state: State) -> None:
+    pass
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _second_first(bring: Body, original: StageRun, state: State) -> None:
+    bring(state, original)
+
+
+def _with_last(body: Body, mark: Callable[[], Any], x: Any) -> Any:
+    return body(x, mark)
 
 
 _NO_MARK: AbstractContextManager[Any] = nullcontext()

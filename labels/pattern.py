@@ -202,8 +202,8 @@ class Variant:
     Attributes:
         name: Unique within the pattern.
         summary: One sentence.
-        sites: Given the loop, every candidate place with what happens there when it is switched on. All
-            are wrapped in all traces; ``choose`` then picks those that act.
+        sites: Given the loop, every candidate place with what happens there when it is switched on;
+            ``choose`` then picks those that act.
         heldout: Kept out of train and validation (slice ``unseen_variant``).
         max_sites: At most so many places act at once; how many is drawn from 1 to this.
         together: All candidates act, or none: they are one change in several places.

@@ -20,7 +20,6 @@ from torchtraceap.collect.audit import (
     PLACEMENTS,
     Taken,
     Workload,
-    Wrapping,
     empty_placements,
     marks_of,
     write_examples,
@@ -262,8 +261,8 @@ def test_empty_placements_change_nothing(mode: Any) -> None:
     empty_placements(plain, random.Random(0))  # the search for places takes batches
     placements = empty_placements(loop, random.Random(0))
     assert len(placements) == PLACEMENTS
-    Wrapping(loop, placements)
     for placement in placements:
+        loop.install(placement)
         placement.acting = frozenset(range(len(placement.sites)))
         placement.armed = True
     for _ in range(2):
@@ -306,13 +305,17 @@ def test_every_kind_of_place_in_the_catalogue_can_be_emptied() -> None:
 def test_a_bare_loop_has_nothing_of_the_placements() -> None:
     loop = make_loop("infer")
     stages = dict(loop.stages)
-    placements = empty_placements(loop, random.Random(0))
-    wrapping = Wrapping(loop, placements)
+    for placement in empty_placements(loop, random.Random(0)):
+        placement.acting, placement.armed = frozenset(range(len(placement.sites))), True
+        loop.install(placement)
+    loop.step()
     wrapped = {m for m in loop.model.modules() if "forward" in m.__dict__}
     assert loop.stages != stages or wrapped
-    with wrapping.only_if(False):
+    with gathering._bare(loop):
+        loop.step()
         assert loop.stages == stages
         assert not any("forward" in m.__dict__ for m in loop.model.modules())
+    loop.step()
     assert {m for m in loop.model.modules() if "forward" in m.__dict__} == wrapped
 
 

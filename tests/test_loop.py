@@ -373,6 +373,29 @@ def test_bodies_change_the_value_where_they_stand() -> None:
     assert torch.equal(zero, zero[:1].expand(4, 5))
 
 
+def test_a_place_that_is_off_holds_nothing() -> None:
+    loop = make_loop()
+    bare = dict(loop.stages)
+    placement = place(loop, *every_site(loop))
+    placement.acting = frozenset()
+    for placement.armed in (True, False):
+        loop.step()
+        assert loop.stages == bare
+        assert not any("forward" in module.__dict__ for module in loop.model.modules())
+
+
+def test_a_place_holds_its_body_where_it_acts() -> None:
+    loop = make_loop("infer")
+    calls = loop.module_calls()
+    sites: list[Site] = [ModuleSite(call, lambda y: y, "after") for call in calls]
+    placement = Placement(0, sites, frozenset({1}), steps=frozenset({2}), armed=True)
+    loop.install(placement)
+    for loop.profiled_step in (0, 1, 2, 0):
+        loop.step()
+        changed = [call for call in calls if "forward" in call.module.__dict__]
+        assert changed == ([calls[1]] if loop.profiled_step == 2 else [])
+
+
 def test_no_marker_outside_of_profiles(record: list[str]) -> None:
     loop = make_loop()
     place(loop, *every_site(loop))
