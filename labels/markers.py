@@ -1,7 +1,7 @@
 """Markers: the annotations that say, while a profile is made, where an injector could act and where it did.
 
-Every candidate place is wrapped in one, whether it acts or not. A profile with markers is taken for its labels
-alone: these are carried over to one without (``collect/transfer.py``), which is published.
+Every candidate place is wrapped in one, whether it acts or not. A profile with markers is taken for its
+labels alone: these are carried over to one without (``collect/transfer.py``), which is published.
 """
 
 from __future__ import annotations
