@@ -31,7 +31,7 @@ from torchtraceap.collect.measure import (
     step_seconds,
 )
 from torchtraceap.collect.model import ZOO
-from torchtraceap.collect.native import natives
+from torchtraceap.collect.native import covered, natives
 from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.collect.regions import number_regions
@@ -413,7 +413,7 @@ class Session:
         labels = self._carried(arms, plain, marked)
         self.leave_device()
         self.progress("labelling")
-        marked_clean = Paths(strip(marked[0]))
+        marked_clean = _paths_without(*label(marked[0], self.secret, _armed_in(arms[0])))
         marked_labels = [
             label(profile, self.secret, _armed_in(arm), marked_clean)
             for arm, profile in zip(arms, marked, strict=True)
@@ -452,7 +452,7 @@ class Session:
         A step that depends on its data may differ from profile to profile. Then a profile with markers is
         taken again, which changes nothing in what is published.
         """
-        clean = Paths(plain[0])
+        clean: Paths | None = None  # the first arm has look-alikes at most, which are found by markers
         found = []
         for arm, trace, first in zip(arms, plain, marked, strict=True):
             profile = first
@@ -465,6 +465,7 @@ class Session:
             else:
                 return None
             assert segments is not None
+            clean = clean or _paths_without(trace, segments)
             found.append(segments)
         return found
 
@@ -570,6 +571,11 @@ class Session:
             for one in self.placed
             if (one.pattern.id, one.variant.name) == (instance.pattern, instance.variant)
         )
+
+
+def _paths_without(trace: Trace, segments: list[Segment]) -> Paths:
+    """Paths of a clean trace less its look-alikes: what they do is nothing that the clean loop does."""
+    return Paths(trace.select(~covered(trace, segments))[0])
 
 
 def _with_segments(

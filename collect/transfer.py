@@ -47,7 +47,7 @@ VOLATILE = frozenset(
 
 
 def carried(
-    marked: Trace, secret: str, armed: Mapping[int, Armed], plain: Trace, clean: Paths
+    marked: Trace, secret: str, armed: Mapping[int, Armed], plain: Trace, clean: Paths | None
 ) -> list[Segment] | None:
     """The segments of a profile without markers.
 
@@ -56,7 +56,7 @@ def carried(
         secret: The session's part of marker names.
         armed: The placements that act, by their index in the session.
         plain: The stripped profile without markers.
-        clean: Paths of the stripped profile of the clean twin, without markers too.
+        clean: Paths of the stripped profile of the clean twin, without markers too; needed by "selector".
 
     Returns:
         The segments in order of start, or None if the two profiles do not correspond.
