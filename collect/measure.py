@@ -24,6 +24,10 @@ together, and many short pairs say more than few long ones.
 
 MAX_BLOCK_STEPS = 10
 
+TIME_BUDGET = 10.0
+"""Seconds after which a measurement takes no further look. Steps of a second, as of a batch that is looped over
+sample by sample, differ by so much that few pairs tell; a hundred of them would take minutes."""
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -104,11 +108,15 @@ def null_trial(loop: TrainingLoop, *, steps: int, rng: random.Random) -> Look:
 
 
 def _until_settled(pairs: list[tuple[float, float]], run: Callable[[int], None]) -> Look:
-    """Add pairs up to each look in turn, until one settles the matter; the last look taken."""
+    """Add pairs up to each look in turn, until one settles the matter or time is up; the last look taken.
+
+    Time is asked for at looks only: it is that of all pairs, whichever way they point.
+    """
+    begin = time.perf_counter()
     for pairs_at_look in LOOKS:
         run(pairs_at_look - len(pairs))
         seen = look(pairs)
-        if seen.settled:
+        if seen.settled or time.perf_counter() - begin > TIME_BUDGET:
             break
     return seen
 

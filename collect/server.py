@@ -39,6 +39,9 @@ LIBRARIES = (
 """What every child would else import anew: our own session, with the profiler and scipy, is 1.4 s of it."""
 
 POLL_SECONDS = 1.0
+WAITING = "waiting for the device"
+"""What a workload says when it waits for others to be done with the device."""
+
 _CHUNK = 1 << 16
 
 
@@ -101,11 +104,14 @@ def _run_one(request: Request, events: Any, requests: Lines) -> None:
 def _follow(request: Request, pid: int, child: Lines, events: Any, requests: Lines) -> bytes:
     """Pass on the child's progress and return its last event; empty if it died without one.
 
+    The time for which the child waits for its turn on the device does not count.
+
     Raises:
         SystemExit: Standard input closed.
     """
     deadline = time.monotonic() + request.time_limit
-    while (left := deadline - time.monotonic()) > 0:
+    waiting_since: float | None = None
+    while (left := deadline - (waiting_since or time.monotonic())) > 0:
         # A child that was killed does not close the pipe while its loader workers hold it too.
         ended = _has_ended(pid)
         ready, _, _ = select.select([child.fd, 0], [], [], 0 if ended else min(left, POLL_SECONDS))
@@ -115,6 +121,9 @@ def _follow(request: Request, pid: int, child: Lines, events: Any, requests: Lin
             for line in child.available():
                 if b'"event":"progress"' not in line[:24]:
                     return line
+                if waiting_since is not None:
+                    deadline += time.monotonic() - waiting_since
+                waiting_since = time.monotonic() if WAITING.encode() in line else None
                 events.write(line + b"\n")
             if child.at_end:
                 return b""

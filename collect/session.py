@@ -35,6 +35,7 @@ from torchtraceap.collect.native import covered, natives
 from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.collect.regions import number_regions
+from torchtraceap.collect.server import WAITING
 from torchtraceap.collect.transfer import carried
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.parquet import write_traces
@@ -166,7 +167,7 @@ def _run(
 
         def take_device() -> None:
             if gate is not None:
-                progress("waiting for the device")
+                progress(WAITING)
                 held.enter_context(_locked(gate))
                 progress("placing")
             if store is not None:  # no rank uses its device before rank 0 may

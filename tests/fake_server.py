@@ -61,6 +61,13 @@ def meets(out: Path, progress: Progress) -> None:
     out.write_bytes(b"shard")
 
 
+def waits(out: Path, progress: Progress) -> None:
+    progress(server.WAITING)
+    time.sleep(1.5)
+    progress("placing")
+    out.write_bytes(b"shard")
+
+
 def sleep(out: Path, progress: Progress) -> None:
     _with_worker(progress)
     time.sleep(SLOW)

@@ -68,6 +68,21 @@ def test_noise_goes_on_to_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(cost.pairs) == LOOKS[-1] + LOOKS[-1] // 2
 
 
+def test_long_steps_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = clocked(monkeypatch, 1.0)
+    noise = random.Random(1)
+    step = loop.step
+
+    def uneven() -> None:
+        loop.clean = noise.uniform(0.8, 1.25)
+        step()
+
+    loop.step = uneven
+    cost = measured(loop, steps=1)
+    assert cost.state == "undecided"
+    assert cost.decided_at == LOOKS[0]
+
+
 def test_either_arm_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = clocked(monkeypatch, 0.010, 1.5)
     measured(loop, settle=0, steps=1)

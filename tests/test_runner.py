@@ -148,6 +148,10 @@ def test_time_limit_ends_a_workload_and_its_workers(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(alive, recorder.processes)))
 
 
+def test_waiting_for_the_device_is_no_time_of_ones_own(tmp_path: Path) -> None:
+    assert run("waits", tmp_path, time_limit=1.0).failed == {}
+
+
 def test_a_killed_workload_is_reported_though_its_workers_live_on(tmp_path: Path) -> None:
     recorder = Recorder()
     report = run("killed ok", tmp_path, recorder)
