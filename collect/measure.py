@@ -25,8 +25,8 @@ together, and many short pairs say more than few long ones.
 MAX_BLOCK_STEPS = 10
 
 TIME_BUDGET = 10.0
-"""Seconds after which a measurement takes no further look. Steps of a second, as of a batch that is looped over
-sample by sample, differ by so much that few pairs tell; a hundred of them would take minutes."""
+"""Seconds after which a measurement takes no further look. Steps of a second, as of a batch looped over
+sample by sample, differ by so much that few pairs tell, and a hundred of them would take minutes."""
 
 
 @contextmanager
