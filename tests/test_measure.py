@@ -83,6 +83,27 @@ def test_long_steps_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost.decided_at == LOOKS[0]
 
 
+class Slower(World):
+    """Ranks of which another has spent more time than this one."""
+
+    def largest(self, value: float) -> float:
+        return value + measure.TIME_BUDGET
+
+
+@pytest.mark.parametrize(("world", "looks"), [(World(), LOOKS[-1]), (Slower(), LOOKS[0])])
+def test_ranks_agree_on_whether_time_is_up(monkeypatch: pytest.MonkeyPatch, world: World, looks: int) -> None:
+    loop = clocked(monkeypatch, 0.010)
+    loop.world = world
+    noise = random.Random(1)
+
+    def seconds(*_: Any, **__: Any) -> float:
+        loop.now += 0.01
+        return 0.010 * noise.uniform(0.8, 1.25)
+
+    monkeypatch.setattr(measure, "step_seconds", seconds)
+    assert measured(loop).decided_at == looks
+
+
 def test_either_arm_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = clocked(monkeypatch, 0.010, 1.5)
     measured(loop, settle=0, steps=1)
