@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtraceap.dataset.trace import Trace, TraceRecord
-from torchtraceap.labels.pattern import PATTERNS
+from torchtraceap.labels.pattern import PATTERNS, Mechanism
 from torchtraceap.labels.segments import bounds, runs
-from torchtraceap.labels.types import Segment
+from torchtraceap.labels.types import Instance, Segment
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
@@ -50,7 +50,7 @@ def violations(record: TraceRecord) -> Iterator[str]:
         name = f"instance {index} ({instance.pattern}/{instance.variant})"
         if not _are_runs(record.segments, index, runs(member, events.lane, trace.step)):
             yield f"the segments of {name} are not the maximal runs of their events"
-        mechanism = "marker" if instance.source == "native" else PATTERNS[instance.pattern].mechanism
+        mechanism = _mechanism(instance)
         left = left_below(member, events.parent, events.launch)
         yield from _told(
             trace,
@@ -69,6 +69,14 @@ def violations(record: TraceRecord) -> Iterator[str]:
                 left_backward(member, events.forward),
                 f"is the backward op of a member of {name}, but is in no segment of it",
             )
+
+
+def _mechanism(instance: Instance) -> Mechanism:
+    """How its events were found: a look-alike may be of another mechanism than its pattern."""
+    if instance.source == "native":
+        return "marker"
+    pattern = PATTERNS[instance.pattern]
+    return pattern.mechanism_of(pattern.variant(instance.variant))
 
 
 def members(segments: Iterable[Segment], instance: int, events: int) -> BoolArray:

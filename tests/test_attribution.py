@@ -73,12 +73,22 @@ def record_of(trace: Trace, *labels: tuple[Instance, set[int]]) -> TraceRecord:
     return TraceRecord(trace, {}, [one for one, _ in labels], all_segments(trace, chosen))
 
 
+def catalogue(**mechanism: str) -> dict[str, SimpleNamespace]:
+    """Stands for the catalogue: patterns by name, all of whose variants but ``marks`` are found alike."""
+    return {
+        name: SimpleNamespace(
+            variant=lambda variant: variant,
+            mechanism_of=lambda variant, own=own: "marker" if variant == "marks" else own,
+        )
+        for name, own in mechanism.items()
+    }
+
+
 @pytest.fixture(autouse=True)
 def _mechanisms(monkeypatch):
     """Patterns named after their mechanism."""
     names = ("marker", "marker+backward", "selector")
-    catalogue = {name: SimpleNamespace(mechanism=name) for name in names}
-    monkeypatch.setattr(attribution, "PATTERNS", catalogue)
+    monkeypatch.setattr(attribution, "PATTERNS", catalogue(**{name: name for name in names}))
 
 
 def test_lag_graph_replays_and_a_backlog_are_lawful():
@@ -112,6 +122,14 @@ def test_the_backward_law_is_that_of_its_mechanism_alone():
     for pattern, source in (("marker", "injected"), ("selector", "injected"), ("marker+backward", "native")):
         record = record_of(trace_of(), (instance(pattern, source), {1, 2, 3, 10}))
         assert list(violations(record)) == [], (pattern, source)
+
+
+def test_a_lookalike_obeys_the_laws_of_its_own_mechanism():
+    twin = msgspec.structs.replace(instance("selector", "lookalike"), variant="marks")
+    (problem,) = violations(record_of(trace_of(), (twin, {10})))
+    assert "what launched it is not" in problem
+    twin = msgspec.structs.replace(instance("marker+backward", "lookalike"), variant="marks")
+    assert list(violations(record_of(trace_of(), (twin, {1, 2, 3, 10})))) == []
 
 
 def test_a_selector_may_hold_a_kernel_without_its_call_and_leaves_others_theirs():
@@ -219,7 +237,6 @@ def test_no_gpu_event_can_be_added_to_recorded_labels(name):
 
 def test_random_records_are_lawful(monkeypatch):
     names = ("host_sync", "recomputed_constant", "redundant_copy", "unfused_optimizer")
-    catalogue = {name: SimpleNamespace(mechanism="marker") for name in names}
-    monkeypatch.setattr(attribution, "PATTERNS", catalogue)
+    monkeypatch.setattr(attribution, "PATTERNS", catalogue(**dict.fromkeys(names, "marker")))
     for seed in range(8):
         assert list(violations(random_record(seed, gpu=seed % 3 > 0))) == []

@@ -39,7 +39,11 @@ class _Catalogue(dict):
             return SimpleNamespace(heldout=name == "unseen")
 
         return SimpleNamespace(
-            id=name, title=f"title of {name}", scope="local", mechanism="marker", variant=variant
+            id=name,
+            title=f"title of {name}",
+            scope="local",
+            variant=variant,
+            mechanism_of=lambda variant: "marker",
         )
 
 
