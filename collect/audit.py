@@ -343,17 +343,16 @@ def _emptied(site: Site) -> Site:
     if isinstance(site, FunctionSite):
         return replace(site, body=lambda original, *args, **kwargs: original(*args, **kwargs))
 
-    def around(first: Any, second: Any) -> Any:
-        # A stage's body is given the state first, a module's the original.
-        return second(first) if isinstance(site, StageSite) else first(second)
-
     def inside(first: Any, second: Any, mark: Callable[[], Any]) -> Any:
         with mark():
             pass
-        return around(first, second)
+        return second(first) if isinstance(site, StageSite) else first(second)
 
     bodies: dict[str, Callable[..., Any]] = {
-        "around": around,
+        # A stage's body is given the state first, a module's the original.
+        "around": (lambda state, original: original(state))
+        if isinstance(site, StageSite)
+        else (lambda original, x: original(x)),
         "inside": inside,
         "before": lambda x: x,
         "after": lambda x: x,

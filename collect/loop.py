@@ -41,6 +41,8 @@ from torchtraceap.labels.pattern import (
 )
 
 StageRun = Callable[[State], None]
+Arrangement = tuple[dict[Stage, StageRun], dict[nn.Module, Callable[..., Any]]]
+"""What the stages and the modules' forwards are that an injector may change; others are bare."""
 
 DISTINCT_BATCHES = 4
 LEARNING_RATE = 1e-4
@@ -124,6 +126,7 @@ class TrainingLoop:
         self._bare_stages: dict[Stage, StageRun] = {}
         self._bare_forwards: dict[nn.Module, tuple[Callable[..., Any], bool]] = {}  # and whether its own
         self._arranged: tuple[Any, ...] | None = None
+        self._arrangements: dict[tuple[Any, ...], Arrangement] = {}
         self._calls: list[ModuleCall] | None = None
 
         generator = torch.Generator().manual_seed(seed + rank)
@@ -374,34 +377,23 @@ class TrainingLoop:
                 module = site.call.module
                 self._bare_forwards.setdefault(module, (module.forward, "forward" in module.__dict__))
         self.placements.append(placement)
+        self._arrangements.clear()  # those from before know fewer places
         self._arrange()
 
     def _arrange(self) -> None:
-        """Put into every candidate place what this step needs there, and nothing where it needs nothing.
+        """Put into every candidate place what this step needs there.
 
         A wrapper that asked at each call whether its place acts would leave a gap of some microseconds in
         every published trace. So it is asked once a step: outside of the profiled steps only if the answer
         changed, in them always, so that all of them begin alike.
         """
-        acting = [one.active(self.profiled_step) for one in self.placements]
-        arranged = (self.marking, acting)
-        if arranged == self._arranged and self.profiled_step is None:
+        wanted = (self.marking, *((one, one.active(self.profiled_step)) for one in self.placements))
+        if wanted == self._arranged and self.profiled_step is None:
             return
-        self._arranged = arranged
-        stages, forwards = dict(self._bare_stages), dict[nn.Module, Callable[..., Any]]()
-        for placement in self.placements:
-            for number, site in enumerate(placement.sites):
-                if isinstance(site, StageSite):
-                    if site.data is not None and placement.on(number, self.profiled_step):
-                        stages["data"] = partial(_second_first, site.data, stages["data"])
-                    stages[site.stage] = self._at_stage(placement, number, site, stages[site.stage])
-                    continue
-                module = site.call.module
-                inner = forwards.get(module) or self._bare_forwards[module][0]
-                at = self._at_module if isinstance(site, ModuleSite) else self._at_function
-                outer = at(placement, number, site, inner)  # type: ignore[arg-type]
-                if outer is not inner:
-                    forwards[module] = outer
+        self._arranged = wanted
+        if wanted not in self._arrangements:
+            self._arrangements[wanted] = self._arrangement()
+        stages, forwards = self._arrangements[wanted]
         self.stages.update(stages)
         for module, (bare, is_own) in self._bare_forwards.items():
             # On the instance: a module hook would leave nodes of its own in the autograd graph.
@@ -410,23 +402,37 @@ class TrainingLoop:
             else:
                 module.__dict__.pop("forward", None)
 
+    def _arrangement(self) -> Arrangement:
+        """What stages and modules run in this step.
+
+        Python that runs in a place leaves a gap there, so it is as little as can be, and where a place is
+        off a body that does nothing runs by the same path: otherwise gaps would tell which places act. It is
+        kept for the next such step, as functions made anew run slower at first.
+        """
+        stages, forwards = dict(self._bare_stages), dict[nn.Module, Callable[..., Any]]()
+        for placement in self.placements:
+            for number, site in enumerate(placement.sites):
+                if isinstance(site, StageSite):
+                    if site.data is not None and placement.on(number, self.profiled_step):
+                        stages["data"] = _with_original(site.data, stages["data"])
+                    stages[site.stage] = self._at_stage(placement, number, site, stages[site.stage])
+                    continue
+                module = site.call.module
+                inner = forwards.get(module) or self._bare_forwards[module][0]
+                at = self._at_module if isinstance(site, ModuleSite) else self._at_function
+                forwards[module] = at(placement, number, site, inner)  # type: ignore[arg-type]
+        return stages, forwards
+
     def _at_stage(self, placement: Placement, number: int, site: StageSite, inner: StageRun) -> StageRun:
-        """What runs at a stage in this step, around what others put there; ``inner`` if that is all."""
+        """What runs at a stage in this step, around what others put there."""
         on = placement.on(number, self.profiled_step)
-        act = site.body if on else site.otherwise
-        mark = partial(self._mark, placement, number)
+        mark = self._marker_of(placement, number)
         if site.where in ("around", "inside"):
-            run = inner
-            if act is not None:
-                more = (mark,) if on and site.where == "inside" else ()
-
-                def run(state: State) -> None:
-                    act(state, inner, *more)
-
+            inside = on and site.where == "inside"
+            body = site.body if on else site.otherwise or _run
+            run = _marking_inside(body, inner, mark) if inside else _with_original(body, inner)
             return self._marked(mark, run, covers=site.where == "around")
-        extra = self._marked(mark, act or _nothing, covers=True)
-        if extra is _nothing:
-            return inner
+        extra = self._marked(mark, site.body if on else site.otherwise or _same, covers=True)
         first, second = (extra, inner) if site.where == "before" else (inner, extra)
 
         def both(state: State) -> None:
@@ -438,43 +444,35 @@ class TrainingLoop:
     def _at_module(
         self, placement: Placement, number: int, site: ModuleSite, inner: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """The same of a module's forward."""
+        """The same of a module's forward, which takes one argument (see :meth:`module_calls`)."""
         on = placement.on(number, self.profiled_step)
-        act = site.body if on else site.otherwise
-        mark = partial(self._mark, placement, number)
+        mark = self._marker_of(placement, number)
         if site.where in ("around", "inside"):
-            run = inner
-            if act is not None:
-                run = partial(act, inner)
-                if on and site.where == "inside":
-                    run = partial(_with_last, run, mark)
+            run: Callable[..., Any] = partial(site.body if on else site.otherwise or _apply, inner)
+            if on and site.where == "inside":
+                run = _with_last(run, mark)
             return self._marked(mark, run, covers=site.where == "around")
-        extra = self._marked(mark, act or _same, covers=True)
-        if extra is _same:
-            return inner
-        if site.where == "before":
-            return lambda x, *args, **kwargs: inner(extra(x), *args, **kwargs)
-        return lambda *args, **kwargs: extra(inner(*args, **kwargs))
+        extra = self._marked(mark, site.body if on else site.otherwise or _same, covers=True)
+        return (lambda x: inner(extra(x))) if site.where == "before" else (lambda x: extra(inner(x)))
 
     def _at_function(
         self, placement: Placement, number: int, site: FunctionSite, inner: Callable[..., Any]
     ) -> Callable[..., Any]:
         """The same of the forward of the module that calls the function, which is replaced meanwhile."""
         on = placement.on(number, self.profiled_step)
-        if not (on or self.marking):
-            return inner
         name, wanted = site.call.function, site.call.index
-        mark = partial(self._mark, placement, number)
+        mark = self._marker_of(placement, number)
+        act = site.body if on else _original
+        marked = self._marked(mark, act, covers=True)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             original = getattr(functional, name)
-            here = self._marked(mark, partial(site.body, original) if on else original, covers=True)
-            calls = 0
+            calls = -1
 
             def watch(*args: Any, **kwargs: Any) -> Any:
                 nonlocal calls
                 calls += 1
-                return (here if calls - 1 == wanted else original)(*args, **kwargs)
+                return marked(original, *args, **kwargs) if calls == wanted else original(*args, **kwargs)
 
             setattr(functional, name, watch)
             try:
@@ -499,6 +497,10 @@ class TrainingLoop:
 
         return marked
 
+    def _marker_of(self, placement: Placement, site: int) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes the marker of a site; of one that marks nothing, unless marking."""
+        return partial(self._mark, placement, site) if self.marking else _no_mark
+
     def _mark(self, placement: Placement, site: int) -> AbstractContextManager[Any]:
         """Marks what runs while it is entered, in profiles with markers.
 
@@ -514,20 +516,36 @@ class TrainingLoop:
         return _RecordFunctionFast(self._marker_names[marker])
 
 
-def _nothing(state: State) -> None:
-    pass
+def _run(state: State, original: StageRun) -> None:
+    original(state)
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _second_first(bring: Body, original: StageRun, state: State) -> None:
-    bring(state, original)
+def _apply(original: Callable[[Any], Any], x: Any) -> Any:
+    return original(x)
 
 
-def _with_last(body: Body, mark: Callable[[], Any], x: Any) -> Any:
-    return body(x, mark)
+def _original(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+def _with_original(body: Body, original: StageRun) -> StageRun:
+    return lambda state: body(state, original)
+
+
+def _marking_inside(body: Body, original: StageRun, mark: Callable[[], Any]) -> StageRun:
+    return lambda state: body(state, original, mark)
+
+
+def _with_last(body: Body, mark: Callable[[], Any]) -> Body:
+    return lambda x: body(x, mark)
+
+
+def _no_mark() -> AbstractContextManager[Any]:
+    return _NO_MARK
 
 
 _NO_MARK: AbstractContextManager[Any] = nullcontext()

@@ -2,8 +2,8 @@
 
 It is given the examples that ``collect/audit.py`` gathers (see ``dataset/sites.py``) and has two chances:
 
-- ``wrapped``: the same place in traces as they are published, of a loop in which an injector wrapped it,
-  against traces of a loop in which nothing was wrapped;
+- ``off``: places that do not act, in traces as they are published, against the same places in traces of a
+  loop in which nothing was ever installed;
 - ``selected``: places drawn to act against places that were not, with bodies that do nothing.
 
 It is a boosting of trees, tested on families of models that it was not trained on. AUROC is taken within each
@@ -17,6 +17,7 @@ counts of events and their lengths alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ LEAST_UNITS = 4
 
 FOLDS = 5
 RESAMPLES = 2000
+_PLACE = ("model", "mode", "step", "enter", "leave")
 _NAMES = 60  # of boundaries, the most frequent; the others are one category
 
 FloatArray = NDArray[np.float64]
@@ -100,15 +102,32 @@ def audit_examples(paths: Iterable[Path], *, seed: int = 0) -> list[Arm]:
         UserError: A file is no file of examples.
     """
     table = read_table(list(paths), EXAMPLES)
-    arm = table.column("arm").to_numpy(zero_copy_only=False)
     selected = table.column("selected").to_numpy()
-    decided = selected >= 0
+    off = selected == 0
     features, names = _example_matrix(table)
     family = table.column("family").to_numpy(zero_copy_only=False).astype(str)
-    return [
-        _judge("wrapped", features, names, arm == "wrapped", family, seed),
-        _judge("selected", features[decided], names, selected[decided] == 1, family[decided], seed),
-    ]
+    arms = []
+    for name, label, asked in (
+        ("off", off, off | _twins(table, off, seed)),
+        ("selected", selected == 1, selected >= 0),
+    ):
+        arms.append(_judge(name, features[asked], names, label[asked], family[asked], seed))
+    return arms
+
+
+def _twins(table: pa.Table, off: BoolArray, seed: int) -> BoolArray:
+    """As many bare examples of each place as there are of it off.
+
+    With more, a place that several candidates share would be told by being seldom off.
+    """
+    place = list(zip(*(table.column(name).to_pylist() for name in _PLACE), strict=True))
+    bare = table.column("arm").to_numpy(zero_copy_only=False) == "bare"
+    missing = Counter(place[row] for row in np.flatnonzero(off))
+    twins = np.zeros(len(table), dtype=bool)
+    for row in np.random.default_rng(seed).permutation(np.flatnonzero(bare)):
+        twins[row] = missing[place[row]] > 0
+        missing[place[row]] -= 1
+    return twins
 
 
 def _judge(

@@ -144,10 +144,10 @@ def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("leak", "passes", "tells"),
     [
-        ({}, {"wrapped": True, "selected": True}, None),
-        ({"marker_ns": 20_000}, {"wrapped": False, "selected": True}, {"gap_in"}),
-        ({"on_ns": 20_000}, {"wrapped": False, "selected": False}, {"gap_in", "gap_in_elsewhere"}),
-        ({"renumbered": False}, {"wrapped": False, "selected": True}, {"forward_offset"}),
+        ({}, {"off": True, "selected": True}, None),
+        ({"marker_ns": 20_000}, {"off": False, "selected": True}, {"gap_in"}),
+        ({"on_ns": 20_000}, {"off": True, "selected": False}, {"gap_in", "gap_in_elsewhere"}),
+        ({"renumbered": False}, {"off": False, "selected": True}, {"forward_offset"}),
     ],
     ids=["nothing", "a gap", "a gap where it acts", "references not renumbered"],
 )
@@ -157,6 +157,7 @@ def test_a_leak_is_found_and_named(
 ) -> None:
     arms = audit.audit_examples(make_examples(tmp_path, **leak))
     assert {arm.name: arm.passed for arm in arms} == passes
+    assert arms[0].positives == arms[0].negatives  # though all places are bare in all bare profiles
     for arm in arms:
         if not arm.passed:
             assert arm.low > 0.6
@@ -361,7 +362,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["audit", str(dataset), "--examples", str(tmp_path / name), "--json"]) == code
         shown = json.loads(capsys.readouterr().out)
         assert shown["passed"] is (code == 0)
-        assert [arm["name"] for arm in shown["arms"]] == ["wrapped", "selected"]
+        assert [arm["name"] for arm in shown["arms"]] == ["off", "selected"]
     assert main(["audit", str(dataset)]) == 1  # what was not audited has not passed
     assert "collect-audit" in capsys.readouterr().err
     assert main(["audit", str(dataset), "--examples", str(tmp_path / "nothing")]) == 2

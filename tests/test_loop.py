@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -373,27 +375,47 @@ def test_bodies_change_the_value_where_they_stand() -> None:
     assert torch.equal(zero, zero[:1].expand(4, 5))
 
 
-def test_a_place_that_is_off_holds_nothing() -> None:
-    loop = make_loop()
-    bare = dict(loop.stages)
-    placement = place(loop, *every_site(loop))
-    placement.acting = frozenset()
+def path(run: Any) -> Any:
+    """What Python runs in ``run``: the code of its functions, with what these call; bodies by their form."""
+    if isinstance(run, partial):
+        return partial, path(run.func), [path(one) for one in run.args]
+    if not inspect.isfunction(run):
+        return type(run)
+    held = [cell.cell_contents for cell in run.__closure__ or ()]
+    if not held:
+        return run.__code__.co_argcount
+    return run.__code__, [path(one) for one in held if callable(one)]
+
+
+@pytest.mark.parametrize("where", ["before", "around", "after"])
+def test_a_place_runs_by_the_same_path_on_or_off(where: Any) -> None:
+    loop = make_loop("infer")
+    bodies: dict[str, tuple[Any, Any]] = {
+        "around": (lambda state, original: original(state), lambda original, x: original(x)),
+        "before": (lambda state: None, lambda x: x),
+        "after": (lambda state: None, lambda x: x),
+    }
+    at_stage, at_module = bodies[where]
+    module = loop.module_calls()[1]
+    placement = place(loop, StageSite("forward", at_stage, where), ModuleSite(module, at_module, where))
+    paths = []
     for placement.armed in (True, False):
         loop.step()
-        assert loop.stages == bare
-        assert not any("forward" in module.__dict__ for module in loop.model.modules())
+        paths.append((path(loop.stages["forward"]), path(module.module.__dict__["forward"])))
+    assert paths[0] == paths[1]
 
 
-def test_a_place_holds_its_body_where_it_acts() -> None:
+def test_equal_steps_run_the_same_functions() -> None:
     loop = make_loop("infer")
     calls = loop.module_calls()
     sites: list[Site] = [ModuleSite(call, lambda y: y, "after") for call in calls]
-    placement = Placement(0, sites, frozenset({1}), steps=frozenset({2}), armed=True)
-    loop.install(placement)
+    loop.install(Placement(0, sites, frozenset({1}), steps=frozenset({2}), armed=True))
+    found = []
     for loop.profiled_step in (0, 1, 2, 0):
         loop.step()
-        changed = [call for call in calls if "forward" in call.module.__dict__]
-        assert changed == ([calls[1]] if loop.profiled_step == 2 else [])
+        found.append([call.module.__dict__["forward"] for call in calls])
+    assert found[0] == found[1] == found[3]
+    assert all(a is not b for a, b in zip(found[0], found[2], strict=True))
 
 
 def test_no_marker_outside_of_profiles(record: list[str]) -> None:
