@@ -188,8 +188,11 @@ def _run(
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # goes with this process, however it ends
-        yield
+        fcntl.flock(file, fcntl.LOCK_EX)  # goes with this process and its workers, however they end
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # loader workers forked meanwhile hold the file open
 
 
 class Session:

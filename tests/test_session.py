@@ -16,7 +16,7 @@ import tiny
 import torch
 from torch import nn
 
-from torchtraceap.collect import session
+from torchtraceap.collect import loader, session
 from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.devices import hardware
 from torchtraceap.collect.labelling import Armed, label, strip
@@ -454,6 +454,17 @@ def test_the_device_is_waited_for_and_given_back(tmp_path: Path) -> None:
         running.result()
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert told[2] == "placing"
+
+
+def test_workers_that_live_on_do_not_keep_the_device(tmp_path: Path) -> None:
+    gate = tmp_path / "device.lock"
+    with session._locked(gate):
+        batches = loader.endless([torch.zeros(2)], workers=1, pin=False)  # forked: they hold the file open
+    try:
+        with gate.open("ab") as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        loader.close(batches)
 
 
 def test_null_trials_are_told(tmp_path: Path) -> None:
