@@ -48,7 +48,10 @@ def of_rank(device: torch.device, rank: int) -> torch.device:
         return device
     if device.type != "cuda":
         raise UserError(f"distributed workloads run on CUDA, ROCm and the CPU, not on {device.type}")
-    return resolve(f"{device.type}:{(device.index or 0) + rank}")
+    try:
+        return resolve(f"{device.type}:{(device.index or 0) + rank}")
+    except UserError as error:
+        raise UserError(f"rank {rank} needs a GPU of its own: {error}") from None
 
 
 def _available(accelerator: torch.device | None) -> list[str]:

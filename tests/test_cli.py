@@ -93,6 +93,18 @@ def test_alone_it_prints_help(traceap):
             ["collect", "-o", "x", "--model", "timm/resnet18", "--pattern", "host_snc"],
             ["Unknown pattern 'host_snc'", "host_sync"],
         ),
+        (["collect", "-o", "x", "--tier", "small", "--lanes", "0"], ["--lanes", "equal to 1"]),
+        (["collect", "-o", "x", "--tier", "small", "--lanes", "99"], ["--lanes", "equal to 16"]),
+        (["collect", "-o", "x", "--tier", "small", "--world-size", "1"], ["--world-size", "2"]),
+        (["collect", "-o", "x", "--tier", "small", "--world-size", "3"], ["add --runtime distributed"]),
+        (
+            ["collect", "-o", "x", "--tier", "small", "--runtime", "distributed", "--mode", "infer"],
+            ["distributed workloads have train alone"],
+        ),
+        (
+            ["collect", "-o", "x", "--model", "timm/resnet50", "--runtime", "compiled"],
+            ["timm/resnet50", "timm/resnet18"],
+        ),
         (["collect", "-o", "x", "--model", "timm/resnet18", "--seed", "-1"], ["--seed", "0"]),
         (["collect", "-o", "x", "--model", "timm/resnet18", "--device", "toaster"], ["'toaster'", "cpu"]),
         (["detect", "x", "--detector", "ruels", "-o", "y"], ["Unknown detector 'ruels'", "rules"]),

@@ -95,7 +95,9 @@ def test_ranks_have_devices_of_their_own() -> None:
     assert devices.of_rank(torch.device("cuda"), 1) == torch.device("cuda:1")
     assert devices.of_rank(torch.device("cuda:1"), 0) == torch.device("cuda:1")
     assert devices.of_rank(CPU, 3) == CPU
-    with pytest.raises(UserError, match=r"no device 'cuda:2'; here are: cpu, cuda:0, cuda:1"):
+    with pytest.raises(
+        UserError, match=r"rank 1 needs a GPU of its own: no device 'cuda:2'; here are: cpu, cuda:0, cuda:1"
+    ):
         devices.of_rank(torch.device("cuda:1"), 1)
     with pytest.raises(UserError, match="not on xpu"):
         devices.of_rank(torch.device("xpu"), 0)

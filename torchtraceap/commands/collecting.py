@@ -75,22 +75,28 @@ def collect(
         LoopRuntime, typer.Option("--runtime", help="How loops run; each kind has patterns of its own.")
     ] = LoopRuntime.eager,
     world_size: Annotated[
-        int, typer.Option("--world-size", min=2, help="Ranks of a distributed workload, each on its own GPU.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--world-size",
+            min=2,
+            max=64,
+            help="Ranks of a distributed workload, each on its own GPU or all on the CPU. Default: 2.",
+        ),
+    ] = None,
     null_trials: Annotated[
         int,
         typer.Option("--null-trials", min=0, help="Cost measurements of a clean loop against itself."),
     ] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
     lanes: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--lanes",
-            min=0,
-            help="Workloads side by side, one of which has the device. Default: 2 on an accelerator.",
-            show_default=False,
+            min=1,
+            max=16,
+            help="Workloads side by side, one of which has the device. Default: 2 on an accelerator, else 1.",
         ),
-    ] = 0,
+    ] = None,
     seed: Seed = 0,
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=1, help="Seconds that a workload may take.")
@@ -128,7 +134,16 @@ def collect(
         device_type=kind,
         modes=[m.value for m in mode] if mode else ("train", "infer"),
         patterns=pattern,
+    if world_size is not None and runtime is not LoopRuntime.distributed:
+        raise UserError("--world-size counts the ranks of a distributed workload: add --runtime distributed")
+    world_size = world_size or 2
         per_workload=per_workload,
+    if runtime is LoopRuntime.distributed:
+        import torch
+
+        from torchtraceap.collect.devices import of_rank
+
+        of_rank(torch.device(device), world_size - 1)  # the last rank must find a device
         null_trials=null_trials,
         runtime=runtime.value,
         world_size=world_size,
