@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtraceap.collect.paths import Paths
+from torchtraceap.collect.additions import additions
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels import segments as runs_of
 from torchtraceap.labels.markers import PREFIX, parse_marker
@@ -35,7 +35,7 @@ def strip(trace: Trace) -> Trace:
 
 
 def label(
-    trace: Trace, secret: str, armed: Mapping[int, Armed], clean: Paths | None = None
+    trace: Trace, secret: str, armed: Mapping[int, Armed], clean: Trace | None = None
 ) -> tuple[Trace, list[Segment]]:
     """Find the segments of every placement that acted, and remove all markers.
 
@@ -43,7 +43,7 @@ def label(
         trace: As read from the profiler, with this session's markers.
         secret: The session's part of marker names.
         armed: The placements that act, by their index in the session.
-        clean: Paths of the stripped clean twin; needed by the mechanism "selector".
+        clean: The stripped clean twin; needed by the mechanism "selector".
 
     Returns:
         The stripped trace (see :func:`strip`), and the segments in order of start.
@@ -94,7 +94,7 @@ def selected_members(
     stripped: Trace,
     members: Mapping[int, NDArray[np.bool_]],
     armed: Mapping[int, Armed],
-    clean: Paths | None,
+    clean: Trace | None,
 ) -> dict[int, NDArray[np.bool_]]:
     """The members of the instance that is found by comparison, if there is one, less those of others."""
     selectors = [one for one in armed.values() if one.mechanism == "selector"]
@@ -104,9 +104,8 @@ def selected_members(
     for one in selectors:
         assert clean is not None
         assert one.selects is not None
-        new = clean.lacks(stripped)
-        for member in members.values():
-            new &= ~member
+        taken = np.logical_or.reduce([np.zeros(len(stripped), dtype=bool), *members.values()])
+        new = additions(stripped, clean, taken) & ~taken
         found[one.instance] = _selected(stripped, new, one.selects)
     return found
 
@@ -150,7 +149,9 @@ def _selected(trace: Trace, new: NDArray[np.bool_], selects: Callable[[str], boo
 
 
 def _accepted(trace: Trace, selects: Callable[[str], bool]) -> NDArray[np.bool_]:
-    return np.array([selects(op.name) for op in trace.ops], dtype=bool)[trace.events.op]
+    """Never the profiler's own work and the driver's, which come as they will: buffers, lazy loading."""
+    accepted = [op.category != "overhead" and selects(op.name) for op in trace.ops]
+    return np.array(accepted, dtype=bool)[trace.events.op]
 
 
 def launched_before(trace: Trace) -> NDArray[np.bool_]:

@@ -32,7 +32,6 @@ from torchtraceap.collect.measure import (
 )
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.native import covered, natives
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.collect.regions import number_regions
 from torchtraceap.collect.server import WAITING
@@ -417,7 +416,7 @@ class Session:
         labels = self._carried(arms, plain, marked)
         self.leave_device()
         self.progress("labelling")
-        marked_clean = _paths_without(*label(marked[0], self.secret, _armed_in(arms[0])))
+        marked_clean = _without_lookalikes(*label(marked[0], self.secret, _armed_in(arms[0])))
         marked_labels = [
             label(profile, self.secret, _armed_in(arm), marked_clean)
             for arm, profile in zip(arms, marked, strict=True)
@@ -456,7 +455,7 @@ class Session:
         A step that depends on its data may differ from profile to profile. Then a profile with markers is
         taken again, which changes nothing in what is published.
         """
-        clean: Paths | None = None  # the first arm has look-alikes at most, which are found by markers
+        clean: Trace | None = None  # the first arm has look-alikes at most, which are found by markers
         found = []
         for arm, trace, first in zip(arms, plain, marked, strict=True):
             profile = first
@@ -469,7 +468,8 @@ class Session:
             else:
                 return None
             assert segments is not None
-            clean = clean or _paths_without(trace, segments)
+            if clean is None:
+                clean = _without_lookalikes(trace, segments)
             found.append(segments)
         return found
 
@@ -577,9 +577,9 @@ class Session:
         )
 
 
-def _paths_without(trace: Trace, segments: list[Segment]) -> Paths:
-    """Paths of a clean trace less its look-alikes: what they do is nothing that the clean loop does."""
-    return Paths(trace.select(~covered(trace, segments))[0])
+def _without_lookalikes(trace: Trace, segments: list[Segment]) -> Trace:
+    """A clean trace less its look-alikes: what they do is nothing that the clean loop does."""
+    return trace.select(~covered(trace, segments))[0]
 
 
 def _with_segments(

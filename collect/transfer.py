@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from torchtraceap.collect.labelling import Armed, all_segments, marked_members, selected_members
 from torchtraceap.collect.native import RUNTIME_CATEGORIES
-from torchtraceap.collect.paths import Paths
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels.segments import below
 from torchtraceap.labels.types import Segment
@@ -47,7 +46,7 @@ VOLATILE = frozenset(
 
 
 def carried(
-    marked: Trace, secret: str, armed: Mapping[int, Armed], plain: Trace, clean: Paths | None
+    marked: Trace, secret: str, armed: Mapping[int, Armed], plain: Trace, clean: Trace | None
 ) -> list[Segment] | None:
     """The segments of a profile without markers.
 
@@ -56,7 +55,7 @@ def carried(
         secret: The session's part of marker names.
         armed: The placements that act, by their index in the session.
         plain: The stripped profile without markers.
-        clean: Paths of the stripped profile of the clean twin, without markers too; needed by "selector".
+        clean: The stripped profile of the clean twin, without markers too; needed by "selector".
 
     Returns:
         The segments in order of start, or None if the two profiles do not correspond.

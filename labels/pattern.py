@@ -240,9 +240,9 @@ class Pattern:
         lanes: On which lane classes its events lie.
         mechanism: How its events are found.
         belongs: What in the trace belongs to it, in words.
-        selects: With the mechanism "selector": given the name of an event that the clean trace has nowhere
-            on the same path of operators, whether it and what lies below it belong to the pattern. With
-            "meanwhile": the same of an event that begins while a marker is open, on whatever thread.
+        selects: With the mechanism "selector": given the name of an event without a counterpart in the
+            clean trace, whether it and what lies below it belong to the pattern. With "meanwhile": the same
+            of an event that begins while a marker is open, on whatever thread.
         runtime: The kind of workload that it occurs in.
         needs_gpu: Cannot exist on a CPU.
         modes: Loops that it can be injected into.

@@ -10,7 +10,6 @@ from test_patterns import make_loop
 from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.attribution import violations
@@ -55,7 +54,7 @@ def test_all_that_an_injection_adds_is_labelled(pattern: Pattern, loop: Training
         placement.armed = False
         mechanism = pattern.mechanism_of(variant)
         armed = {placement.index: Armed(0, mechanism, pattern.selects)}
-        trace, segments = label(raw, "s", armed, Paths(strip(clean)))
+        trace, segments = label(raw, "s", armed, strip(clean))
         places = [(placement, mechanism)]
         rest = steps_without(raw, "s", places, segments)[LEAD_IN:]
         found = difference(rest, steps_without(clean, "s", places, [])[LEAD_IN:])

@@ -11,7 +11,6 @@ from torch import nn
 from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.labelling import Armed, label, number_steps, strip
 from torchtraceap.collect.loop import Placement
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace
 from torchtraceap.labels.markers import PREFIX, Marker, marker_name, parse_marker
@@ -284,7 +283,7 @@ CONSEQUENCES = [
 
 
 def test_selector_finds_what_the_clean_twin_has_not() -> None:
-    clean = Paths(strip(by_hand([*CONSEQUENCES[:2], (*CONSEQUENCES[3][:5], 0, -1, -1)])))
+    clean = strip(by_hand([*CONSEQUENCES[:2], (*CONSEQUENCES[3][:5], 0, -1, -1)]))
     rows = [(MAIN, "ProfilerStep#3", *CONSEQUENCES[0][2:]), *CONSEQUENCES[1:]]
     trace, segments = label(by_hand(rows), "s", {0: Armed(3, "selector", lambda name: "add" in name)}, clean)
     found = [trace.names[s.first_event : s.first_event + s.event_count].tolist() for s in segments]
@@ -295,11 +294,17 @@ def test_selector_finds_what_the_clean_twin_has_not() -> None:
 def test_selector_leaves_to_markers_what_is_theirs() -> None:
     twin = by_hand([row for row in ROWS if row[1] == "ProfilerStep#12"])
     armed = {5: Armed(0, "marker"), 6: Armed(1, "selector", lambda name: name.startswith("aten::"))}
-    trace, segments = label(by_hand(), "s", armed, Paths(strip(twin)))
+    trace, segments = label(by_hand(), "s", armed, strip(twin))
     by_instance = [{trace.names[s.first_event] for s in segments if s.instance == i} for i in (0, 1)]
     assert "aten::clone" in by_instance[0]
     assert "aten::clone" not in by_instance[1]
     assert "aten::relu" in by_instance[1]
+
+
+def test_selector_leaves_out_what_the_profiler_does_for_itself() -> None:
+    rows = [*CONSEQUENCES[:2], (MAIN, "Activity Buffer Request", "overhead", 250, 50, 0, -1, -1)]
+    clean = strip(by_hand(CONSEQUENCES[:2]))
+    assert label(by_hand(rows), "s", {0: Armed(0, "selector", lambda name: True)}, clean)[1] == []
 
 
 def test_selector_needs_a_twin_and_to_be_alone() -> None:
@@ -307,7 +312,7 @@ def test_selector_needs_a_twin_and_to_be_alone() -> None:
     with pytest.raises(ValueError, match="clean trace"):
         label(by_hand(CONSEQUENCES), "s", {0: one})
     with pytest.raises(ValueError, match="one pattern"):
-        label(by_hand(CONSEQUENCES), "s", {0: one, 1: one}, Paths(by_hand(CONSEQUENCES)))
+        label(by_hand(CONSEQUENCES), "s", {0: one, 1: one}, by_hand(CONSEQUENCES))
 
 
 # -- the mechanism "meanwhile" ------------------------------------------------------------------------

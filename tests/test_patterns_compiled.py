@@ -17,7 +17,6 @@ from torchtraceap.collect.compiled import MODELS, absent_when_compiled, compile_
 from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.collect.model import ZOO
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.regions import number_regions
 from torchtraceap.dataset.kineto import read_trace
 from torchtraceap.dataset.trace import Trace
@@ -157,7 +156,7 @@ def labelled(
     """Names of the topmost labelled events, of those that are not, and the trace."""
     placement = install(loop, variant, acting=0)
     steps(loop)
-    clean = Paths(strip(trace_of(loop, folder)))
+    clean = strip(trace_of(loop, folder))
     placement.armed = True
     steps(loop)
     armed = {0: Armed(0, pattern.mechanism_of(variant), pattern.selects)}

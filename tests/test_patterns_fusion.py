@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.labels.pattern import PATTERNS, FunctionSite, Mode, ModuleSite, Variant
 
@@ -327,7 +326,7 @@ def test_fills_and_the_additions_to_them_are_found(name: str, fill: str, fills: 
     variant = pattern.variant(name)
     clean = strip(profile_steps(stepped(variant, armed=False), settle=1))
     raw = profile_steps(stepped(variant, armed=True), settle=1)
-    trace, segments = label(raw, "s", {0: Armed(0, pattern.mechanism, pattern.selects)}, Paths(clean))
+    trace, segments = label(raw, "s", {0: Armed(0, pattern.mechanism, pattern.selects)}, clean)
     member = np.zeros(len(trace.names), dtype=bool)
     for segment in segments:
         member[segment.first_event : segment.first_event + segment.event_count] = True

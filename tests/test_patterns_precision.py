@@ -17,7 +17,6 @@ from torch.utils import deterministic
 
 from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels.pattern import PATTERNS, FunctionSite, ModuleSite, StageSite, State, Variant
@@ -82,9 +81,7 @@ def labelled(name: str, acting: set[str] | None = None) -> tuple[Trace, list[Seg
             loop.step()
         raw[armed] = profile_steps(loop, settle=1)
     clean = strip(raw[False])
-    trace, segments = label(
-        raw[True], "s", {0: Armed(0, pattern.mechanism, pattern.selects)}, clean=Paths(clean)
-    )
+    trace, segments = label(raw[True], "s", {0: Armed(0, pattern.mechanism, pattern.selects)}, clean=clean)
     return trace, segments, clean
 
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchtraceap.collect.labelling import Armed, label, strip
-from torchtraceap.collect.paths import Paths
 from torchtraceap.labels.pattern import PATTERNS, Mode, ModuleSite, StageSite, State
 from torchtraceap.labels.patterns import cpu_tensor_create, dynamic_shape_sync, frequent_d2h, scalar_h2d
 from torchtraceap.labels.patterns._common import MAX_CANDIDATES, newest_result
@@ -318,9 +317,7 @@ def test_frees_and_the_allocations_after_them_belong() -> None:
     clean = [row for row in FLUSHED if row[1] in ("ProfilerStep#4", "aten::conv", "aten::empty")]
     clean.append((MAIN, "cudaLaunchKernel", "cuda_runtime", 160, 5, 1, -1, -1))
     selects = PATTERNS["cache_flush"].selects
-    trace, segments = label(
-        by_hand(FLUSHED), "s", {0: Armed(0, "selector", selects)}, Paths(strip(by_hand(clean)))
-    )
+    trace, segments = label(by_hand(FLUSHED), "s", {0: Armed(0, "selector", selects)}, strip(by_hand(clean)))
     found = [trace.names[s.first_event : s.first_event + s.event_count].tolist() for s in segments]
     assert found == [["cudaMalloc"], ["cudaDeviceSynchronize", "cudaFree", "cudaFree"]]
 

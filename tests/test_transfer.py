@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from torchtraceap.collect.labelling import Armed, marked_members, strip
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.transfer import carried, transfer
 from torchtraceap.dataset.kineto import read_trace
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace
@@ -220,11 +219,11 @@ def test_what_is_found_by_comparison_is_sought_in_the_plain_profile() -> None:
     clean = strip(make(changed(without=("aten::clone", "CloneBackward0"))))
     plain = strip(make(changed((MAIN, "aten::fill_", 140, 160, "", ""))))
     marked = make([*MARKED, (MAIN, "aten::fill_", 140, 160, "", "")])
-    segments = carried(marked, "s", armed, plain, Paths(clean))
+    segments = carried(marked, "s", armed, plain, clean)
     assert segments is not None
     assert {s.instance for s in segments} == {0}  # the marker's claim goes first
     apart = (MAIN, "aten::fill_", 360, 380, "", "")
-    segments = carried(make([*MARKED, apart]), "s", armed, strip(make(changed(apart))), Paths(clean))
+    segments = carried(make([*MARKED, apart]), "s", armed, strip(make(changed(apart))), clean)
     assert segments is not None
     assert [(s.step, s.event_count) for s in segments if s.instance == 1] == [(0, 1)]
 

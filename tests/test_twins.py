@@ -10,7 +10,6 @@ from test_labelling import CONSEQUENCES, MAIN, ON, ROWS, by_hand
 
 from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement
-from torchtraceap.collect.paths import Paths
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.kineto import read_trace
 from torchtraceap.labels.markers import PREFIX, Marker, marker_name, parse_marker
@@ -58,7 +57,7 @@ def test_a_selector_is_left_out_by_its_segments():
     clean = by_hand([CONSEQUENCES[0], CONSEQUENCES[1], (*CONSEQUENCES[3][:5], 0, -1, -1), CONSEQUENCES[6]])
     trace = by_hand(CONSEQUENCES)
     selector = Armed(0, "selector", lambda name: "add" in name)
-    _, segments = label(trace, "s", {3: selector}, Paths(strip(clean)))
+    _, segments = label(trace, "s", {3: selector}, strip(clean))
     places = [(Placement(3, [], frozenset({0})), "selector")]
     rest = steps_without(trace, "s", places, segments)
     assert difference(rest, steps_without(clean, "s", places, [])) == Difference(1, 0, {"aten::conv": 1})

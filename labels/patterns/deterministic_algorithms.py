@@ -113,8 +113,8 @@ register(
         mechanism="selector",
         selects=_selects,
         belongs=(
-            "What the clean trace has nowhere on the same path of operators: the filling of empty tensors, "
-            "and the operators and kernels of deterministic algorithms."
+            "What has no counterpart in the clean trace: the filling of empty tensors, and the operators and "
+            "kernels of deterministic algorithms."
         ),
         variants=(
             Variant("whole_step", "All stages but the loader's.", _whole_step, together=True),

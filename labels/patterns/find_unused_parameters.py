@@ -87,8 +87,8 @@ register(
         selects=SEARCH.__contains__,
         belongs=(
             "The walk of the graph, the identity that is put behind the model for it and its backward "
-            "operator, and what marks, copies and reads the map. Not the map's all-reduce, which has the "
-            "path of those of gradients."
+            "operator, and what marks, copies and reads the map. Not the map's all-reduce, which nothing "
+            "but its shape tells from those of gradients."
         ),
         runtime="distributed",
         modes=frozenset({"train"}),

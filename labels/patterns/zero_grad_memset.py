@@ -55,9 +55,10 @@ def _zeros_like(loop: Loop) -> list[Site]:
 def _metric_reset(loop: Loop) -> list[Site]:
     import torch
 
+    sums = torch.zeros(8, device=loop.device)
+
     def body(state: State) -> None:
-        # Not zero_(): at the top of a clean step it would have the path of the pattern's own fills.
-        torch.zeros(8, device=loop.device)
+        sums.zero_()
 
     return [StageSite("zero_grad", body, where="after")]
 
