@@ -10,7 +10,7 @@ import typer
 from torchtraceap import console
 from torchtraceap.collect import TIME_LIMIT
 from torchtraceap.commands._options import Dataset, Json, Seed
-from torchtraceap.commands.collecting import LoopMode, Tier, resolve_device
+from torchtraceap.commands.collecting import LoopMode, Tier, choose_models, resolve_device
 from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,15 +61,8 @@ def collect_audit(
     Exit code 1 when a workload failed; the others are kept.
     """
     from torchtraceap.collect.audit import gather, make_workloads
-    from torchtraceap.collect.model import ZOO
 
-    models = list(model or [])
-    if tier is not None:
-        models += [spec.name for spec in ZOO if spec.small or tier is Tier.all]
-    if not models:
-        raise UserError("name models with --model (see `traceap zoo list`) or a selection with --tier small")
-    for name in models:
-        ZOO[name]
+    models = choose_models(model, tier)
     device, kind = resolve_device(device)
     workloads = make_workloads(
         models,

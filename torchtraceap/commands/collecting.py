@@ -111,17 +111,10 @@ def collect(
 
     Exit code 1 when a workload failed; the others are kept, and --resume tries the failed ones again.
     """
-    from torchtraceap.collect.model import ZOO
     from torchtraceap.collect.plan import make_plan
     from torchtraceap.labels.pattern import PATTERNS
 
-    models = list(model or [])
-    if tier is not None:
-        models += [spec.name for spec in ZOO if spec.small or tier is Tier.all]
-    if not models:
-        raise UserError("name models with --model (see `traceap zoo list`) or a selection with --tier small")
-    for name in models:  # a wrong name is told before the seconds that torch takes to import
-        ZOO[name]
+    models = choose_models(model, tier)  # a wrong name is told before the seconds that torch takes to import
     for name in pattern or ():
         PATTERNS[name]
     device, kind = resolve_device(device)
@@ -157,8 +150,8 @@ def collect(
         console.emit_json(report)
     else:
         print(
-            f"{report.traces} traces of {len(report.done)} workloads in {out}, {report.seconds:.0f} s; "
-            f"{len(report.skipped)} were there already, {len(report.failed)} failed"
+            f"{report.traces} traces of {len(report.done)} workloads in {console.visible(out)}, "
+            f"{report.seconds:.0f} s; {len(report.skipped)} were there already, {len(report.failed)} failed"
         )
         print_failures(report)
     if report.failed:
@@ -182,6 +175,22 @@ def resolve_device(name: str) -> tuple[str, str]:
     except ModuleNotFoundError:
         raise UserError("collecting needs PyTorch and models: pip install 'torchtraceap[collect]'") from None
     from torchtraceap.collect import devices
+
+def choose_models(names: list[str] | None, tier: Tier | None) -> list[str]:
+    """The models that are named, and those of a selection.
+
+    Raises:
+        UserError: There is none, or one is unknown.
+    """
+    from torchtraceap.collect.model import ZOO
+
+    models = [ZOO[name].name for name in names or ()]
+    if tier is not None:
+        models += [spec.name for spec in ZOO if spec.small or tier is Tier.all]
+    if not models:
+        raise UserError("name models with --model (see `traceap zoo list`) or a selection with --tier small")
+    return models
+
 
     device = devices.resolve(name)
     return str(device), device.type
