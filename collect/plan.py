@@ -138,8 +138,8 @@ def make_plan(
     if not jobs:
         raise UserError(
             f"nothing to collect: none of {len(specs)} models runs on {device_type} in the modes asked for"
-        )
             + (", of which distributed workloads have train alone" if runtime == "distributed" else "")
+        )
     if per_workload and not any(job.injections for job in jobs):
         reasons = {p.applies(device_type, job.mode, runtime) for p in catalogue for job in jobs}
         raise UserError(f"nothing to inject: {'; '.join(sorted(map(str, reasons)))}")

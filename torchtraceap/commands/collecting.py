@@ -117,7 +117,16 @@ def collect(
     models = choose_models(model, tier)  # a wrong name is told before the seconds that torch takes to import
     for name in pattern or ():
         PATTERNS[name]
+    if world_size is not None and runtime is not LoopRuntime.distributed:
+        raise UserError("--world-size counts the ranks of a distributed workload: add --runtime distributed")
+    world_size = world_size or 2
     device, kind = resolve_device(device)
+    if runtime is LoopRuntime.distributed:
+        import torch
+
+        from torchtraceap.collect.devices import of_rank
+
+        of_rank(torch.device(device), world_size - 1)  # the last rank must find a device
     if runtime is LoopRuntime.compiled and tier is not None:
         from torchtraceap.collect.compiled import MODELS
 
@@ -127,16 +136,7 @@ def collect(
         device_type=kind,
         modes=[m.value for m in mode] if mode else ("train", "infer"),
         patterns=pattern,
-    if world_size is not None and runtime is not LoopRuntime.distributed:
-        raise UserError("--world-size counts the ranks of a distributed workload: add --runtime distributed")
-    world_size = world_size or 2
         per_workload=per_workload,
-    if runtime is LoopRuntime.distributed:
-        import torch
-
-        from torchtraceap.collect.devices import of_rank
-
-        of_rank(torch.device(device), world_size - 1)  # the last rank must find a device
         null_trials=null_trials,
         runtime=runtime.value,
         world_size=world_size,
@@ -164,18 +164,6 @@ def print_failures(report: RunReport) -> None:
         console.table("failed", ("workload", "reason"), report.failed.items())
 
 
-def resolve_device(name: str) -> tuple[str, str]:
-    """The full name and the type of a device.
-
-    Raises:
-        UserError: There is no such device, or PyTorch is not installed.
-    """
-    try:
-        import torch  # noqa: F401  before anything that needs it, to tell a missing extra from a bug
-    except ModuleNotFoundError:
-        raise UserError("collecting needs PyTorch and models: pip install 'torchtraceap[collect]'") from None
-    from torchtraceap.collect import devices
-
 def choose_models(names: list[str] | None, tier: Tier | None) -> list[str]:
     """The models that are named, and those of a selection.
 
@@ -191,6 +179,18 @@ def choose_models(names: list[str] | None, tier: Tier | None) -> list[str]:
         raise UserError("name models with --model (see `traceap zoo list`) or a selection with --tier small")
     return models
 
+
+def resolve_device(name: str) -> tuple[str, str]:
+    """The full name and the type of a device.
+
+    Raises:
+        UserError: There is no such device, or PyTorch is not installed.
+    """
+    try:
+        import torch  # noqa: F401  before anything that needs it, to tell a missing extra from a bug
+    except ModuleNotFoundError:
+        raise UserError("collecting needs PyTorch and models: pip install 'torchtraceap[collect]'") from None
+    from torchtraceap.collect import devices
 
     device = devices.resolve(name)
     return str(device), device.type
