@@ -266,6 +266,7 @@ class Session:
             record.meta["hardware_id"] = hardware["hardware_id"]
         records = world.gathered(records)
         differences = world.gathered(self.differences)
+        disagreements = set(world.gathered(sorted(self.disagreements)))
         if world.rank > 0:
             return {}
         provenance = {
@@ -277,7 +278,7 @@ class Session:
             "marked": self.marked,
             "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
             "differences": differences,
-            "disagreements": sorted(self.disagreements),
+            "disagreements": sorted(disagreements),
             "instances": [
                 {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
                 for r in records
