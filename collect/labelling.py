@@ -104,10 +104,16 @@ def selected_members(
     for one in selectors:
         assert clean is not None
         assert one.selects is not None
-        taken = np.logical_or.reduce([np.zeros(len(stripped), dtype=bool), *members.values()])
+        taken = np.logical_or.reduce([_loading(stripped), *members.values()])
         new = additions(stripped, clean, taken) & ~taken
         found[one.instance] = _selected(stripped, new, one.selects)
     return found
+
+
+def _loading(trace: Trace) -> NDArray[np.bool_]:
+    """What the loader does, shape (events,): another pattern may bring its own, with no marker around it."""
+    loads = np.array([op.name.startswith("enumerate(DataLoader)") for op in trace.ops], dtype=bool)
+    return runs_of.below(loads[trace.events.op], trace.events.parent, trace.events.launch)
 
 
 def all_segments(trace: Trace, members: Mapping[int, NDArray[np.bool_]]) -> list[Segment]:

@@ -307,6 +307,14 @@ def test_selector_leaves_out_what_the_profiler_does_for_itself() -> None:
     assert label(by_hand(rows), "s", {0: Armed(0, "selector", lambda name: True)}, clean)[1] == []
 
 
+def test_selector_leaves_out_the_loader_which_may_be_that_of_another_pattern() -> None:
+    loading = (MAIN, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation")
+    begin = [CONSEQUENCES[0], (*loading, 101, 8, 0, -1, -1)]
+    rows = [*begin, (MAIN, "aten::set_", "cpu_op", 102, 2, 1, -1, -1), (*CONSEQUENCES[6][:5], 0, -1, -1)]
+    trace, segments = label(by_hand(rows), "s", {0: Armed(0, "selector", lambda name: True)}, by_hand(begin))
+    assert [trace.names[s.first_event] for s in segments] == ["aten::tanh"]
+
+
 def test_selector_needs_a_twin_and_to_be_alone() -> None:
     one = Armed(0, "selector", str.isalpha)
     with pytest.raises(ValueError, match="clean trace"):
