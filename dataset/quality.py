@@ -97,8 +97,8 @@ class _Seen(msgspec.Struct):
 def regime(gpu_busy: float, profiler_ratio: float) -> str:
     """What decides the step time of a workload, from two columns of its clean trace.
 
-    The profiler slows the host and hardly the GPU, so that a trace shows the GPU less busy than it is without:
-    by the factor by which the profiler lengthened the step.
+    The profiler slows the host and hardly the GPU, so that a trace shows the GPU less busy than it is
+    without: by the factor by which the profiler lengthened the step.
 
     Args:
         gpu_busy: Share of the profiled steps in which the GPU worked; NaN without one.
