@@ -150,8 +150,8 @@ noise = torch.randn(x.shape, device=x.device)  # not torch.randn(x.shape).to(x.d
 # What stays the same: once, not in every step.
 model.register_buffer("grid", make_grid(height, width), persistent=False)
 
-# Where it has to be the CPU: pinned memory, and a copy that nobody waits for.
-noise = torch.randn(shape, generator=cpu_generator).pin_memory().to(device, non_blocking=True)
+# Where it has to be the CPU: drawn into pinned memory, and a copy that nobody waits for.
+noise = torch.randn(shape, generator=cpu_generator, pin_memory=True).to(device, non_blocking=True)
 """,
         references=(
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
