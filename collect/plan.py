@@ -7,7 +7,8 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 import msgspec
 
@@ -79,7 +80,8 @@ def make_plan(
 
     A workload is a model in a mode at one of its batch sizes (drawn by seed). It takes the patterns that
     apply there and have been used least so far; ties are broken by seed, and so are the variant and how
-    many patterns share a trace.
+    many patterns share a trace. The order is such that every part of it that a run may end with holds tasks
+    and modes evenly.
 
     Args:
         models: Names from the zoo.
@@ -103,38 +105,37 @@ def make_plan(
     used: Counter[str] = Counter()
     seen: Counter[tuple[str, str]] = Counter()
     jobs = []
-    for spec in specs:
-        for mode in modes:
-            sizes = spec.batch_sizes[kind][mode]
-            if not sizes or (runtime == "distributed" and mode != "train"):
-                continue
-            rng = random.Random(_digest(seed, spec, mode))
-            usable = [p for p in catalogue if p.applies(device_type, mode, runtime) is None]
-            ordered = sorted(usable, key=lambda p: (used[p.id], rng.random()))
-            chosen, spare = ordered[:per_workload], ordered[per_workload:]
-            used.update(p.id for p in chosen)
-            twins = sorted(
-                ((p.id, twin.name) for p in usable for twin in p.lookalikes),
-                key=lambda twin: (seen[twin], rng.random()),
-            )[: math.ceil(per_workload * LOOKALIKE_SHARE)]
-            seen.update(twins)
-            rng.shuffle(chosen)  # or the patterns used least would always share a trace
-            injections = [Injection(p.id, _variant(p, rng)) for p in chosen]
-            jobs.append(
-                Job(
-                    model=spec.name,
-                    mode=mode,
-                    batch_size=rng.choice(list(sizes)),
-                    seed=rng.getrandbits(31),
-                    injections=injections,
-                    arms=_arms(injections, rng),
-                    spares=[Injection(p.id, _variant(p, rng)) for p in spare],
-                    lookalikes=[Injection(*twin) for twin in twins],
-                    runtime=runtime,
-                    null_trials=null_trials,
-                    world_size=world_size if runtime == "distributed" else 1,
-                )
+    for spec, mode in _in_turns(specs, list(modes)):
+        sizes = spec.batch_sizes[kind][mode]
+        if not sizes or (runtime == "distributed" and mode != "train"):
+            continue
+        rng = random.Random(_digest(seed, spec, mode))
+        usable = [p for p in catalogue if p.applies(device_type, mode, runtime) is None]
+        ordered = sorted(usable, key=lambda p: (used[p.id], rng.random()))
+        chosen, spare = ordered[:per_workload], ordered[per_workload:]
+        used.update(p.id for p in chosen)
+        twins = sorted(
+            ((p.id, twin.name) for p in usable for twin in p.lookalikes),
+            key=lambda twin: (seen[twin], rng.random()),
+        )[: math.ceil(per_workload * LOOKALIKE_SHARE)]
+        seen.update(twins)
+        rng.shuffle(chosen)  # or the patterns used least would always share a trace
+        injections = [Injection(p.id, _variant(p, rng)) for p in chosen]
+        jobs.append(
+            Job(
+                model=spec.name,
+                mode=mode,
+                batch_size=rng.choice(list(sizes)),
+                seed=rng.getrandbits(31),
+                injections=injections,
+                arms=_arms(injections, rng),
+                spares=[Injection(p.id, _variant(p, rng)) for p in spare],
+                lookalikes=[Injection(*twin) for twin in twins],
+                runtime=runtime,
+                null_trials=null_trials,
+                world_size=world_size if runtime == "distributed" else 1,
             )
+        )
     if not jobs:
         raise UserError(
             f"nothing to collect: none of {len(specs)} models runs on {device_type} in the modes asked for"
@@ -154,6 +155,17 @@ def _require_compilable(specs: Sequence[ModelSpec]) -> None:
             f"{', '.join(unfit)} cannot be collected compiled: known to compile to one graph are "
             f"{', '.join(MODELS)}"
         )
+
+
+def _in_turns(specs: Sequence[ModelSpec], modes: Sequence[Mode]) -> Iterator[tuple[ModelSpec, Mode]]:
+    """Every model in every mode: tasks by turns, each model in one mode before any is in its second."""
+    by_task: dict[str, list[ModelSpec]] = {}
+    for spec in specs:
+        by_task.setdefault(spec.task, []).append(spec)
+    turns = [spec for turn in zip_longest(*by_task.values()) for spec in turn if spec is not None]
+    for shift in range(len(modes)):
+        for place, spec in enumerate(turns):
+            yield spec, modes[(place + shift) % len(modes)]
 
 
 def _digest(seed: int, spec: ModelSpec, mode: Mode) -> int:

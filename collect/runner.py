@@ -14,6 +14,7 @@ write. Each lane has a fork server of its own (collect/lane.py).
 from __future__ import annotations
 
 import fcntl
+import math
 import select
 import time
 from collections import Counter, deque
@@ -46,11 +47,15 @@ class JobEvent(msgspec.Struct, frozen=True):
 
 
 class RunReport(msgspec.Struct):
-    """How a run ended. ``failed`` maps the name of a job to one line that says why."""
+    """How a run ended. ``failed`` maps the name of a job to one line that says why.
+
+    ``left`` names the jobs that did not start within the budget.
+    """
 
     done: list[str] = []
     skipped: list[str] = []
     failed: dict[str, str] = {}
+    left: list[str] = []
     traces: int = 0
     seconds: float = 0.0
 
@@ -69,6 +74,7 @@ def collect(
     resume: bool = False,
     event_cap: int = EVENT_CAP,
     time_limit: float = TIME_LIMIT,
+    budget: float = math.inf,
     on_event: Callable[[JobEvent], None] = lambda event: None,
 ) -> RunReport:
     """Run every job of ``plan`` whose shard is missing, going on past failures.
@@ -81,10 +87,11 @@ def collect(
         resume: Allow ``run`` to hold an earlier run of the same plan.
         event_cap: See ``session.run_job``.
         time_limit: Seconds that a workload may take, building and measuring included.
+        budget: Seconds after which no further workload starts; those that run end in peace.
         on_event: Told of every start, progress and end.
 
     Returns:
-        What was made, and what failed why. An interrupt (Ctrl-C) stops the current workload and raises
+        What was made, and what failed why. An interrupt (Ctrl-C) stops the workloads that run and raises
         KeyboardInterrupt; finished shards stay.
 
     Raises:
@@ -105,6 +112,11 @@ def collect(
         idle = [opened.enter_context(Lane(run / "stderr.log")) for _ in range(min(lanes, len(waiting)))]
         busy: dict[Lane, tuple[Job, _Stages]] = {}
         while waiting or busy:
+            if time.monotonic() - begin > budget:
+                report.left += [job.name for job in waiting]
+                waiting.clear()
+                if not busy:
+                    break
             while waiting and idle:
                 job, lane = waiting.popleft(), idle.pop()
                 stages = _Stages()

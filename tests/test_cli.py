@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import os
 import re
 import subprocess
@@ -18,7 +17,6 @@ from torchtraceap import console
 from torchtraceap.cli import main
 from torchtraceap.collect import runner
 from torchtraceap.collect.model import ZOO
-from torchtraceap.collect.plan import make_plan
 from torchtraceap.commands import collecting, demo
 from torchtraceap.dataset.parquet import read_traces, split_files, write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
@@ -513,15 +511,6 @@ def test_collect_ends_with_0_when_all_is_done(traceap, fake_runner, tmp_path):
     code, text, _ = traceap("collect", "-o", tmp_path / "run", "--model", "timm/resnet18")
     assert code == 0
     assert text.startswith("5 traces of 2 workloads in ")
-
-
-def test_no_workload_starts_once_the_budget_is_spent(fake_runner, tmp_path):
-    fake_runner(3, 2)
-    plan = make_plan(["timm/resnet18"], device_type="cpu")
-    options = {"device": "cpu", "resume": False, "time_limit": 1, "event_cap": 1}
-    assert collecting.run_plan(plan, tmp_path, **options, budget=math.inf).traces == 5
-    spent = collecting.run_plan(plan, tmp_path, **options, budget=-1)
-    assert (spent.done, spent.failed, spent.traces) == ([], {}, 0)
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_seed_and_batch_size_of_a_workload_do_not_depend_on_the_other_models() -
     name = "tiny/sizes"
     alone = make_plan([name], device_type="cpu")
     among = [job for job in make_plan([*MODELS[:7], name], device_type="cpu") if job.model == name]
-    assert [(job.seed, job.batch_size) for job in among] == [(job.seed, job.batch_size) for job in alone]
+    assert {(job.seed, job.batch_size) for job in among} == {(job.seed, job.batch_size) for job in alone}
 
 
 def test_batch_sizes_are_drawn_from_those_of_the_model() -> None:
@@ -160,3 +160,13 @@ def test_what_settles_slowly_has_a_trace_to_itself() -> None:
     for job in make_plan(MODELS, device_type="cuda", per_workload=12):
         for arm in job.arms:
             assert len(arm) == 1 or not any(settles_slowly(job.injections[index]) for index in arm)
+
+
+def test_tasks_and_modes_take_turns() -> None:
+    for name in MODELS[2:4]:
+        object.__setattr__(ZOO[name], "task", "pose")
+    order = [(job.model[-1], job.mode) for job in make_plan(MODELS[:4], device_type="cuda")]
+    assert order == [
+        ("0", "train"), ("2", "infer"), ("1", "train"), ("3", "infer"),
+        ("0", "infer"), ("2", "train"), ("1", "infer"), ("3", "train"),
+    ]  # fmt: skip

@@ -126,6 +126,15 @@ def test_lanes_run_side_by_side(tmp_path: Path) -> None:
     assert len(log(tmp_path)) == 4
 
 
+def test_a_spent_budget_lets_what_runs_end(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("waits ok.1 ok.2", tmp_path, recorder, budget=0.5)
+    assert report.done == ["fake-waits_train_b2"]
+    assert report.left == ["fake-ok.1_train_b2", "fake-ok.2_train_b2"]
+    assert run("waits ok.1 ok.2", tmp_path, resume=True).done == report.left
+    assert run("ok", tmp_path / "none", budget=-1.0).left == ["fake-ok_train_b2"]
+
+
 def test_a_lane_that_dies_leaves_the_other_alone(tmp_path: Path) -> None:
     recorder = Recorder()
     report = run("kills_server ok.1 ok.2 ok.3", tmp_path, recorder, lanes=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -104,6 +103,17 @@ def collect(
     event_cap: Annotated[
         int, typer.Option("--event-cap", min=1, help="A trace with more events is cut to fewer steps.")
     ] = EVENT_CAP,
+    budget: Annotated[
+        float,
+        typer.Option(
+            "--budget",
+            min=0,
+            metavar="SECONDS",
+            help="Start no workload after so long; --resume goes on. Plans are ordered so that what is done "
+            "by then is a fair part.",
+            show_default=False,
+        ),
+    ] = math.inf,
     resume: Annotated[bool, typer.Option("--resume", help="Finish the run that RUN holds.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -153,6 +163,8 @@ def collect(
             f"{report.traces} traces of {len(report.done)} workloads in {console.visible(out)}, "
             f"{report.seconds:.0f} s; {len(report.skipped)} were there already, {len(report.failed)} failed"
         )
+        if report.left:
+            print(f"{len(report.left)} workloads did not start within the budget; --resume runs them")
         print_failures(report)
     if report.failed:
         raise typer.Exit(PARTLY_FAILED)
@@ -196,10 +208,6 @@ def resolve_device(name: str) -> tuple[str, str]:
     return str(device), device.type
 
 
-class _BudgetSpent(Exception):
-    """Leaves the runner between two workloads."""
-
-
 def run_plan(
     plan: Sequence[Job],
     out: Path,
@@ -213,43 +221,22 @@ def run_plan(
 ) -> RunReport:
     """Run a plan with progress on stderr: a line a finished workload, and what is going on now.
 
-    Once ``budget`` seconds are spent, no further workload starts; the report then lacks those that are left.
+    Once ``budget`` seconds are spent, no further workload starts.
     """
-    from torchtraceap.collect.runner import RunReport
     from torchtraceap.collect.runner import collect as run
 
-    begin = time.monotonic()
-    so_far = RunReport()
-
     with _following(len(plan)) as show:
-
-        def on_event(event: JobEvent) -> None:
-            name = event.job.name
-            if event.kind == "start" and time.monotonic() - begin > budget:
-                raise _BudgetSpent
-            if event.kind == "done":
-                so_far.done.append(name)
-                so_far.traces += (event.result or {}).get("traces", 0)
-            elif event.kind == "failed":
-                so_far.failed[name] = event.text
-            elif event.kind == "skipped":
-                so_far.skipped.append(name)
-            show(event)
-
-        try:
-            return run(
-                plan,
-                out,
-                device=device,
-                lanes=lanes,
-                resume=resume,
-                time_limit=time_limit,
-                event_cap=event_cap,
-                on_event=on_event,
-            )
-        except _BudgetSpent:
-            so_far.seconds = time.monotonic() - begin
-            return so_far
+        return run(
+            plan,
+            out,
+            device=device,
+            lanes=lanes,
+            resume=resume,
+            time_limit=time_limit,
+            event_cap=event_cap,
+            budget=budget,
+            on_event=show,
+        )
 
 
 @contextmanager

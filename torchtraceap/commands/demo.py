@@ -72,9 +72,10 @@ def demo(
     )
     if collected.skipped:
         console.note(f"{len(collected.skipped)} of them were collected before: {run}")
-    left = len(plan) - len(collected.done) - len(collected.skipped) - len(collected.failed)
-    if left:
-        console.note(f"{left} workloads are left out to end in time; `traceap demo --resume` runs them")
+    if collected.left:
+        console.note(
+            f"{len(collected.left)} workloads are left out to end in time; `traceap demo --resume` runs them"
+        )
     if collected.failed and not (collected.done or collected.skipped):
         raise UserError(f"no workload succeeded; the first: {next(iter(collected.failed.values()))}")
 
