@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from torchtraceap.collect.loop import TrainingLoop
 
 T = TypeVar("T")
+
+TURN = "turn"
+"""Key that rank 0 sets once it may use its device."""
+
+WAIT = timedelta(days=1)
+"""For so long others may have the device; the time limits of workloads end it sooner."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +142,22 @@ def share_cpu(size: int) -> None:
 
 
 def join(rank: int, size: int, store: Path, device: torch.device) -> World:
-    """Meet the other ranks. Threads start here, so loader workers must have been forked before."""
+    """Meet the other ranks. Threads start here, so loader workers must have been forked before.
+
+    Rank 0 comes when it may use its device, for which others may take longer than any timeout of PyTorch's:
+    a store waits for five minutes, NCCL for ten. So nobody begins before it is there.
+    """
     on_gpu = device.type == "cuda"
     if sys.platform == "linux":
         # All ranks are on this machine, whose name need not lead to an address that it can be reached by.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = dist.FileStore(str(store), size)
+    if rank == 0:
+        meeting.set(TURN, "")
+    meeting.wait([TURN], WAIT)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=dist.FileStore(str(store), size),
+        store=meeting,
         rank=rank,
         world_size=size,
         device_id=device if on_gpu else None,

@@ -17,6 +17,7 @@ from typing import Any
 
 import tiny
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -167,6 +168,27 @@ def results(rank: int, store: Path) -> dict[str, Any]:
     return {"ranks": every}
 
 
+def late() -> str:
+    """What goes wrong if rank 0, which waits for the device, comes after rank 1."""
+
+    def main(rank: int, store: Path) -> dict[str, Any]:
+        came = store.with_name("came")
+
+        def init(*args: Any, **kwargs: Any) -> None:
+            assert came.exists(), "rank 1 begins before rank 0 is there"
+            original(*args, **kwargs)
+
+        original, dist.init_process_group = dist.init_process_group, init
+        if rank == 0:
+            time.sleep(1)
+            came.touch()
+        assert join(rank, 2, store, CPU).largest(float(rank)) == 1.0
+        leave()
+        return {}
+
+    return error_of(main)
+
+
 def errors() -> dict[str, str]:
     """How a run of two ranks ends when something goes wrong on the second, or on both."""
 
@@ -244,5 +266,10 @@ def sessions(folder: Path) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     session.TrainingLoop = tiny.WithoutWorkers
-    outcome = {**run_ranks(2, results), "errors": errors(), "sessions": sessions(Path(sys.argv[1]))}
+    outcome = {
+        **run_ranks(2, results),
+        "errors": errors(),
+        "late": late(),
+        "sessions": sessions(Path(sys.argv[1])),
+    }
     json.dump(outcome, sys.stdout)

@@ -152,6 +152,10 @@ def test_a_rank_that_fails_ends_the_others(outcome: dict[str, Any], what: str, s
     assert outcome["errors"][what] == says
 
 
+def test_ranks_wait_for_the_one_that_waits_for_the_device(outcome: dict[str, Any]) -> None:
+    assert outcome["late"] == "none"
+
+
 # -- whole sessions -----------------------------------------------------------------------------------
 
 
