@@ -414,7 +414,9 @@ class TrainingLoop:
             for number, site in enumerate(placement.sites):
                 if isinstance(site, StageSite):
                     if site.data is not None and placement.on(number, self.profiled_step):
-                        stages["data"] = _with_original(site.data, stages["data"])
+                        bring = _with_original(site.data, stages["data"])
+                        mark = partial(self._mark, placement, number)
+                        stages["data"] = self._marked(mark, bring, covers=True)
                     stages[site.stage] = self._at_stage(placement, number, site, stages[site.stage])
                     continue
                 module = site.call.module

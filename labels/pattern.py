@@ -152,7 +152,7 @@ class StageSite:
     ``exclusive``: no other body may stand for the stage in the same trace, as is always so with ``around``.
 
     ``data`` goes with a site of a later stage that needs another batch: in the steps in which the site is on,
-    ``data(state, original)`` stands for the data stage. It is not marked.
+    ``data(state, original)`` stands for the data stage, and is marked as well.
     """
 
     stage: Stage

@@ -457,6 +457,7 @@ def test_a_site_may_bring_its_own_batch(record: list[str]) -> None:
     other = {"image": torch.zeros(4, 3, 6, 6), "label": torch.zeros(4, dtype=torch.long)}
 
     def bring(state: State, original: Callable[[State], None]) -> None:
+        record.append("data")
         state.host = other
 
     def h2d(state: State, original: Callable[[State], None]) -> None:
@@ -472,7 +473,8 @@ def test_a_site_may_bring_its_own_batch(record: list[str]) -> None:
     state = loop.step()
     assert state.host is other
     assert torch.equal(state.batch["image"], other["image"])
-    assert record == [f"+{mark(True)}", "body", f"-{mark(True)}"]  # the data stage is not marked
+    on, off = f"+{mark(True)}", f"-{mark(True)}"
+    assert record == [on, "data", off, on, "body", off]
 
 
 def test_a_subset_of_the_profiled_steps() -> None:

@@ -81,7 +81,8 @@ register(
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="marker",
         belongs=(
-            "CPU: the operators of the host-to-device stage and their runtime calls with the wait. "
+            "CPU: the operators of the host-to-device stage and their runtime calls with the wait, and the "
+            "loader's call ahead of it, in which the main thread unpacks a batch that no thread has pinned. "
             "GPU: the host-to-device copies, and the kernel that stacks samples."
         ),
         needs_gpu=True,
