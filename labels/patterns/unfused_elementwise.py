@@ -251,7 +251,8 @@ register(
 y = torch.nn.functional.gelu(x)  # nn.GELU, nn.SiLU, nn.LayerNorm, nn.GroupNorm, nn.BatchNorm2d, ...
 
 # What PyTorch has no kernel for:
-y = torch.compile(function)(x)
+function = torch.compile(function)  # once
+y = function(x)
 """,
         references=(
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
