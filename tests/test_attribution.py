@@ -228,7 +228,9 @@ def test_no_gpu_segment_of_recorded_labels_can_go(name):
 def test_no_gpu_event_can_be_added_to_recorded_labels(name):
     record = recorded(name)
     own = members(record.segments, 0, len(record.trace))
-    for event in np.flatnonzero(record.trace.on_gpu & ~own)[::50]:
+    others = np.flatnonzero(record.trace.on_gpu & ~own)[::50]
+    assert len(others)
+    for event in others:
         segments = all_segments(record.trace, {0: own | (np.arange(len(own)) == event)})
         (problem,) = violations(TraceRecord(record.trace, {}, record.instances, segments))
         assert f"event {event} " in problem

@@ -127,7 +127,9 @@ def test_everything_comes_back_through_datasets(run, tmp_path):
 def test_traces_are_those_that_went_in(run, tmp_path):
     build([run], tmp_path / "out", seed=7)
     before = {(r := random_record(seed)).trace_id: r for seed in SEEDS}
-    for record in read_traces(sorted((tmp_path / "out" / "data").glob("traces-*.parquet"))):
+    after = list(read_traces(sorted((tmp_path / "out" / "data").glob("traces-*.parquet"))))
+    assert after
+    for record in after:
         assert record.trace == before[record.trace_id].trace
         assert record.segments == before[record.trace_id].segments
 

@@ -369,6 +369,7 @@ def test_what_grows_keeps_value_and_layout(variant: Variant, x: torch.Tensor) ->
 def test_a_constant_depends_on_nothing_but_shapes(variant: Variant) -> None:
     """Whatever the input holds, the same operators give the same values."""
     sites = variant.sites(make_loop())
+    assert sites
     for site in sites:
         assert isinstance(site, ModuleSite)
         seen = [Results() for _ in range(2)]
