@@ -513,6 +513,25 @@ def test_collect_ends_with_0_when_all_is_done(traceap, fake_runner, tmp_path):
     assert text.startswith("5 traces of 2 workloads in ")
 
 
+def test_collect_hands_its_limits_to_the_runner(traceap, monkeypatch, tmp_path):
+    given = {}
+
+    def run(plan, out, *, on_event, **options):
+        given.update(options)
+        return runner.RunReport(left=[job.name for job in plan])
+
+    monkeypatch.setattr(runner, "collect", run)
+    limits = ["--lanes", 3, "--budget", 0, "--time-limit", 7, "--event-cap", 9, "--resume"]
+    code, text, _ = traceap(
+        "collect", "-o", tmp_path / "run", "--model", "timm/resnet18", "--device", "cpu", *limits
+    )
+    assert code == 0
+    assert given == {
+        "device": "cpu", "lanes": 3, "budget": 0, "time_limit": 7, "event_cap": 9, "resume": True,
+    }  # fmt: skip
+    assert "2 workloads did not start within the budget; --resume runs them\n" in text
+
+
 @pytest.mark.slow
 def test_demo_of_one_model(traceap, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "WORKLOADS", (("torchvision/lraspp_mobilenet_v3_large", "infer"),))

@@ -154,7 +154,14 @@ def collect(
     )
     lanes = lanes or (1 if kind == "cpu" else 2)
     report = run_plan(
-        plan, out, device=device, lanes=lanes, resume=resume, time_limit=time_limit, event_cap=event_cap
+        plan,
+        out,
+        device=device,
+        lanes=lanes,
+        resume=resume,
+        time_limit=time_limit,
+        event_cap=event_cap,
+        budget=budget,
     )
     if as_json:
         console.emit_json(report)
