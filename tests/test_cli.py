@@ -95,6 +95,7 @@ def test_alone_it_prints_help(traceap):
         (["collect", "-o", "x", "--model", "timm/resnet18", "--device", "toaster"], ["'toaster'", "cpu"]),
         (["collect", "-o", "x", "--tier", "small", "--lanes", "0"], ["--lanes", "equal to 1"]),
         (["collect", "-o", "x", "--tier", "small", "--lanes", "99"], ["--lanes", "equal to 16"]),
+        (["collect", "-o", "x", "--tier", "small", "--time-limit", "inf"], ["--time-limit", "1000000"]),
         (["collect", "-o", "x", "--tier", "small", "--world-size", "1"], ["--world-size", "2"]),
         (["collect", "-o", "x", "--tier", "small", "--world-size", "3"], ["add --runtime distributed"]),
         (

@@ -13,6 +13,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs inst
 Force = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Everything drawn at random follows from it.")]
 Split = Annotated[str, typer.Option("--split", help="train, validation, test, or all of them.")]
+# Bounded, as JSON takes no infinity to the process that runs a workload.
+TimeLimit = Annotated[
+    float, typer.Option("--time-limit", min=1, max=1e6, help="Seconds that a workload may take.")
+]
 Dataset = Annotated[Path, typer.Argument(metavar="DATASET", help="Folder that `traceap build` made.")]
 
 

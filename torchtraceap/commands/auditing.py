@@ -9,7 +9,7 @@ import typer
 
 from torchtraceap import console
 from torchtraceap.collect import TIME_LIMIT
-from torchtraceap.commands._options import Dataset, Json, Seed
+from torchtraceap.commands._options import Dataset, Json, Seed, TimeLimit
 from torchtraceap.commands.collecting import LoopMode, Tier, choose_models, resolve_device
 from torchtraceap.errors import UserError
 
@@ -51,9 +51,7 @@ def collect_audit(
     ] = 4,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
     seed: Seed = 0,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", min=1, help="Seconds that a workload may take.")
-    ] = TIME_LIMIT,
+    time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,
 ) -> None:
     """Gather the examples that `traceap audit` needs: candidate places, wrapped and bare.

@@ -13,7 +13,7 @@ import typer
 
 from torchtraceap import console
 from torchtraceap.collect import EVENT_CAP, TIME_LIMIT
-from torchtraceap.commands._options import Json, Seed
+from torchtraceap.commands._options import Json, Seed, TimeLimit
 from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ def collect(
         ),
     ] = None,
     seed: Seed = 0,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", min=1, help="Seconds that a workload may take.")
-    ] = TIME_LIMIT,
+    time_limit: TimeLimit = TIME_LIMIT,
     event_cap: Annotated[
         int, typer.Option("--event-cap", min=1, help="A trace with more events is cut to fewer steps.")
     ] = EVENT_CAP,
