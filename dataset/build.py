@@ -304,7 +304,10 @@ def check(record: TraceRecord, where: str) -> None:
     require(isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size, f"it has no rank {rank}")
     for name in itertools.chain((op.name for op in trace.ops), (lane.name for lane in trace.lanes)):
         require(PREFIX not in name, "a marker of the harness is left in it, which gives the labels away")
-    problem = next(violations(record), None)
+    try:
+        problem = next(violations(record), None)
+    except UserError as error:  # of a pattern or variant that the catalogue has not
+        raise UserError(f"{where}: {error}") from None
     require(problem is None, f"{problem}")
 
 

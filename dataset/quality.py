@@ -117,7 +117,8 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
     """Read all shards of ``runs``.
 
     Raises:
-        UserError: A run has no shards, or a shard is broken or has no clean trace.
+        UserError: A run has no shards; or a shard is broken, has no clean trace or a pattern or variant that
+            the catalogue has not.
     """
     from torchtraceap.labels.cost import Look  # scipy takes a second to import
 
@@ -132,7 +133,10 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
         for record in read_traces(shard):
             where = f"{shard}: trace {record.trace_id}"
             tests.add(record, session.p_costly, where)
-            problems = [f"{where}: {problem}" for problem in violations(record)]
+            try:
+                problems = [f"{where}: {problem}" for problem in violations(record)]
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
             broken += problems
             traces += 1
             found += _instances(record, len(problems), differences.get(record.trace_id))
@@ -142,7 +146,10 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
             raise UserError(f"{shard} has no clean trace, which says how busy its GPU is")
         where_to = regime(*np.mean(clean, axis=0).tolist())
         seen[where_to] += found
-        nulls[where_to] += [msgspec.convert(one, Look).state for one in session.null_trials]
+        try:
+            nulls[where_to] += [one.state for one in msgspec.convert(session.null_trials, list[Look])]
+        except msgspec.ValidationError as error:
+            raise UserError(f"{shard}: a null trial of its session is broken: {error}") from None
     demoted = tests.demoted()
     return LabelQuality(
         traces=traces,

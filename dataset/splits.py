@@ -80,8 +80,8 @@ def has_heldout_variant(record: TraceRecord) -> bool:
     injected = [instance for instance in record.instances if instance.source != "native"]
     try:
         return any(PATTERNS[one.pattern].variant(one.variant).heldout for one in injected)
-    except KeyError as error:
-        raise UserError(f"trace {record.trace_id}: {error.args[0]}") from None
+    except UserError as error:
+        raise UserError(f"trace {record.trace_id}: {error}") from None
 
 
 def signature(trace: Trace) -> Signature:

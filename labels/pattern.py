@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
+from torchtraceap.errors import UserError
 from torchtraceap.labels.types import LaneClass, Scope
 from torchtraceap.registry import Registry
 
@@ -280,11 +281,17 @@ class Pattern:
             raise ValueError(f"pattern {self.id}: a look-alike cannot be found by comparison")
 
     def variant(self, name: str) -> Variant:
-        """The variant or look-alike called ``name``."""
-        for variant in (*self.variants, *self.lookalikes):
+        """The variant or look-alike called ``name``.
+
+        Raises:
+            UserError: There is none, as where a trace of a newer catalogue names it.
+        """
+        known = (*self.variants, *self.lookalikes)
+        for variant in known:
             if variant.name == name:
                 return variant
-        raise KeyError(f"pattern {self.id} has no variant {name}")
+        names = ", ".join(one.name for one in known)
+        raise UserError(f"Unknown variant {name!r} of pattern {self.id}. Available: {names}.")
 
     def mechanism_of(self, variant: Variant) -> Mechanism:
         """How the events of one of the variants or look-alikes are found."""

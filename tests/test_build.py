@@ -270,6 +270,16 @@ def test_a_broken_trace_is_named(tmp_path, what, says):
     assert not (tmp_path / "out" / "data").exists()
 
 
+def test_a_variant_that_the_catalogue_has_not_is_named(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    stranger = random_record(2)
+    stranger.instances[0] = msgspec.structs.replace(stranger.instances[0], variant="telepathy")
+    path = shard(tmp_path, "a", [stranger])
+    with pytest.raises(UserError, match="Unknown variant 'telepathy' of pattern host_sync") as error:
+        build([tmp_path], tmp_path / "out", seed=1)
+    assert str(error.value).startswith(f"{path}: trace {stranger.trace_id}: ")
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match="holds no shards"):
         build([tmp_path / "nowhere"], tmp_path / "out", seed=1)

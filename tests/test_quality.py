@@ -167,6 +167,28 @@ def test_a_workload_without_a_clean_trace_is_named(tmp_path):
         measure_quality([tmp_path])
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pattern": "telepathy"}, "Unknown pattern 'telepathy'"),
+        ({"variant": "telepathy"}, "Unknown variant 'telepathy' of pattern host_sync"),
+    ],
+)
+def test_what_the_catalogue_has_not_is_named(tmp_path, change, says):
+    stranger = record("a", BUSY, change)
+    shard(tmp_path, "a", [record("a", BUSY), stranger])
+    with pytest.raises(UserError, match=rf"a\.parquet: trace {stranger.trace_id}: {says}"):
+        measure_quality([tmp_path])
+
+
+@pytest.mark.parametrize("trial", [{}, {"pairs": 8, "low": "x", "high": 0, "p_costly": 0, "p_benign": 1}])
+def test_a_broken_null_trial_is_named(tmp_path, trial):
+    session = json.dumps({"hardware": {}, "instances": [], "null_trials": [trial]})
+    write_traces(tmp_path / "shards" / "a.parquet", [record("a", BUSY)], {SESSION_KEY: session})
+    with pytest.raises(UserError, match=r"a\.parquet: a null trial of its session is broken: "):
+        measure_quality([tmp_path])
+
+
 def test_the_command_prints_tables_markdown_and_json(run, capsys):
     assert main(["quality", str(run)]) == 0
     table = capsys.readouterr().out

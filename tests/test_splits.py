@@ -152,7 +152,7 @@ def test_an_unknown_variant_is_an_error_not_a_leak():
     record.instances = record.instances[:1]
     assert not has_heldout_variant(record)
     record.instances = [msgspec.structs.replace(record.instances[0], variant="telepathy")]
-    with pytest.raises(UserError, match="host_sync has no variant telepathy"):
+    with pytest.raises(UserError, match="Unknown variant 'telepathy' of pattern host_sync"):
         has_heldout_variant(record)
 
 
