@@ -243,10 +243,11 @@ def _metadata(file: pq.ParquetFile) -> dict[str, str]:
 def _require_version(path: Path, version: str | None) -> None:
     if version is None or not version.isdecimal():
         raise UserError(f"{path} holds no schema version: torchtraceap did not write it")
-    if int(version) > tables.SCHEMA_VERSION:
+    if int(version) != tables.SCHEMA_VERSION:
+        newer = int(version) > tables.SCHEMA_VERSION
         raise UserError(
-            f"{path} has schema version {version}, this torchtraceap reads up to {tables.SCHEMA_VERSION}: "
-            "update it"
+            f"{path} has schema version {version}, this torchtraceap reads {tables.SCHEMA_VERSION}: "
+            f"{'update it' if newer else 'read it with an older one, or collect it again'}"
         )
 
 

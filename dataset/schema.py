@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from torchtraceap.labels.pattern import Mode
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when a reader of the previous version would misread a file."""
 
 CANARY = (

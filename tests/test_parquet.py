@@ -236,11 +236,13 @@ def _rewrite(path: Path, table: pa.Table, **metadata: str) -> None:
         writer.add_key_value_metadata({f"torchtraceap.{key}": value for key, value in metadata.items()})
 
 
-def test_newer_schema_is_refused(stored: Path):
-    _rewrite(stored, schema.TRACES.empty_table(), schema_version="2")
-    with pytest.raises(UserError, match="has schema version 2, this torchtraceap reads up to 1"):
+@pytest.mark.parametrize(("step", "advice"), [(1, "update it"), (-1, "with an older one, or collect it again")])
+def test_another_schema_is_refused(stored: Path, step: int, advice: str):
+    version = str(schema.SCHEMA_VERSION + step)
+    _rewrite(stored, schema.TRACES.empty_table(), schema_version=version)
+    with pytest.raises(UserError, match=f"has schema version {version}, .* reads .*: .*{advice}"):
         list(read_traces(stored))
-    with pytest.raises(UserError, match="has schema version 2"):
+    with pytest.raises(UserError, match=f"has schema version {version}"):
         read_metadata(stored)
 
 
