@@ -167,7 +167,7 @@ def test_encodings(stored: Path):
 
 def test_metadata(stored: Path):
     assert read_metadata(stored) == {
-        "schema_version": "1",
+        "schema_version": str(schema.SCHEMA_VERSION),
         "canary": schema.CANARY,
         "build": '{"seed": 3}',
     }
@@ -264,7 +264,7 @@ def test_other_columns_are_refused(tmp_path: Path):
         schema.SEGMENTS.empty_table().drop_columns("step").append_column("note", pa.array([], pa.string()))
     )
     table = table.set_column(0, "trace_id", pa.array([], pa.int64()))
-    _rewrite(path, table, schema_version="1")
+    _rewrite(path, table, schema_version=str(schema.SCHEMA_VERSION))
     with pytest.raises(UserError, match="lacks step; has an unknown note; has trace_id as int64, not string"):
         read_table(path, schema.SEGMENTS)
 
