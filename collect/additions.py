@@ -1,9 +1,9 @@
 """What a trace has beyond its clean twin: both are aligned, level by level of the tree.
 
 Two events correspond if they have one name, those above them correspond, and both take part in a longest
-sequence that the children of these have in common. So equal operators are told apart by where they stand: one
-that the clean step has elsewhere does not excuse another here. Where any of several could be the additional
-one, those with the twin's shapes are taken for the twin's.
+sequence of names that the children of these have in common. So equal operators are told apart by where they
+stand: one that the clean step has elsewhere does not excuse another here. Where any of several could be the
+additional one, those with the twin's shapes are taken for the twin's.
 
 What nothing encloses is aligned by step and thread. Threads are numbered by when each is first seen, for
 which they race, and so are known by what they run.
@@ -12,8 +12,7 @@ which they race, and so are known by what they run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,15 +103,20 @@ def _same_threads(
 
 def _aligned(
     rows: Sequence[int], clean_rows: Sequence[int], keys: Sequence[Key], clean_keys: Sequence[Key]
-) -> Iterator[Pair]:
-    """Corresponding events of two rows of siblings: first those alike in all, between these by name."""
-    alike = common([keys[row][0] for row in rows], [clean_keys[row][0] for row in clean_rows])
-    yield from ((rows[i], clean_rows[j]) for i, j in alike)
-    for (i, j), (i_end, j_end) in pairwise([(-1, -1), *alike, (len(rows), len(clean_rows))]):
-        between, clean_between = rows[i + 1 : i_end], clean_rows[j + 1 : j_end]
-        if between and clean_between:
-            names = common([keys[row][1] for row in between], [clean_keys[row][1] for row in clean_between])
-            yield from ((between[i], clean_between[j]) for i, j in names)
+) -> list[Pair]:
+    """Corresponding events of two rows of siblings: by name; of several that would do, those alike in all."""
+    pairs = common([keys[row][1] for row in rows], [clean_keys[row][1] for row in clean_rows])
+    for order in (range(len(pairs) - 1, -1, -1), range(len(pairs))):  # an additional one shifts all behind it
+        for number in order:
+            i, j = pairs[number]
+            wanted = clean_keys[clean_rows[j]][0]
+            if keys[rows[i]][0] == wanted:
+                continue
+            low = pairs[number - 1][0] + 1 if number else 0
+            high = pairs[number + 1][0] if number + 1 < len(pairs) else len(rows)
+            better = (k for k in range(low, high) if keys[rows[k]][0] == wanted)
+            pairs[number] = next(better, i), j
+    return [(rows[i], clean_rows[j]) for i, j in pairs]
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> list[Pair]:

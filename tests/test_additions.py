@@ -87,6 +87,18 @@ def test_of_operators_of_one_name_that_of_other_shapes_is_new() -> None:
     assert new(make([step("conv", "add [8]", "add [2]", "relu")]), clean) == [3]
 
 
+def test_an_operator_of_other_shapes_among_several_is_found() -> None:
+    clean = make([step("add [8]", "add [4]", "add [8]")])
+    assert new(make([step("add [2]", "add [8]", "add [4]", "add [8]")]), clean) == [1]
+    assert new(make([step("add [8]", "add [4]", "add [2]", "add [8]")]), clean) == [3]
+    assert new(make([step("add [8]", "add [4]", "add [8]", "add [2]")]), clean) == [4]
+
+
+def test_equal_operators_in_another_order_are_nothing_new() -> None:
+    clean = make([step("copy [8]", "copy [4]", "copy [2]")])
+    assert new(make([step("copy [2]", "copy [8]", "copy [4]")]), clean) == []
+
+
 def test_shapes_that_depend_on_values_are_nothing_new() -> None:
     clean = make([step("conv", "index [8]", "relu")])
     assert new(make([step("conv", "index [5]", "relu")]), clean) == []
