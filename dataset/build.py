@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import math
 import os
 import re
 import shutil
@@ -168,6 +169,8 @@ class _Survey:
     def _add_hardware(self, row: dict[str, Any], shard: Path) -> str:
         if wrong := sorted(row.keys() ^ set(schema.HARDWARE.names)):
             raise UserError(f"{shard}: its hardware lacks or has unknown: {', '.join(wrong)}")
+        if nulls := sorted(name for name, value in row.items() if value is None):
+            raise UserError(f"{shard}: its hardware has null for: {', '.join(nulls)}")
         try:
             table = pa.Table.from_pylist([row], schema=schema.HARDWARE)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -304,6 +307,14 @@ def check(record: TraceRecord, where: str) -> None:
     require(isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size, f"it has no rank {rank}")
     for name in itertools.chain((op.name for op in trace.ops), (lane.name for lane in trace.lanes)):
         require(PREFIX not in name, "a marker of the harness is left in it, which gives the labels away")
+    for name in ("step_ms", "profiler_ratio"):
+        require(0 < float(str(record.meta[name])) < math.inf, f"its {name} is no positive number")
+    for index, one in enumerate(record.instances):
+        ratios = (one.cost_ratio, one.cost_low, one.cost_high)
+        measured = math.isfinite(one.cost_ms) and all(0 < ratio < math.inf for ratio in ratios)
+        require(
+            measured or one.source != "injected", f"the cost of instance {index} is no number or negative"
+        )
     try:
         problem = next(violations(record), None)
     except UserError as error:  # of a pattern or variant that the catalogue has not

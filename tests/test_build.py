@@ -245,6 +245,12 @@ def broken(record: TraceRecord, what: str) -> TraceRecord:
         record.segments[0] = msgspec.structs.replace(record.segments[0], event_count=0)
     elif what == "hardware":
         record.meta["hardware_id"] = "tpu"
+    elif what in ("step_ms", "profiler_ratio"):
+        record.meta[what] = float("nan")
+    elif what in ("cost_ms", "cost_ratio", "cost_high"):
+        record.instances[0] = msgspec.structs.replace(record.instances[0], **{what: float("inf")})
+    elif what == "cost_low":
+        record.instances[0] = msgspec.structs.replace(record.instances[0], cost_low=-1.0)
     return record
 
 
@@ -260,6 +266,12 @@ def broken(record: TraceRecord, what: str) -> TraceRecord:
         ("step", "segment 0 has events of another step"),
         ("empty", "segment 0 has no events"),
         ("hardware", "was made on tpu, its session on nvidia-h200"),
+        ("step_ms", "its step_ms is no positive number"),
+        ("profiler_ratio", "its profiler_ratio is no positive number"),
+        ("cost_ms", "the cost of instance 0 is no number or negative"),
+        ("cost_ratio", "the cost of instance 0 is no number or negative"),
+        ("cost_low", "the cost of instance 0 is no number or negative"),
+        ("cost_high", "the cost of instance 0 is no number or negative"),
     ],
 )
 def test_a_broken_trace_is_named(tmp_path, what, says):
@@ -308,6 +320,9 @@ def test_shards_that_disagree_are_named(tmp_path):
         build([tmp_path], tmp_path / "out", seed=1)
     shard(tmp_path, "b", [random_record(3)], hardware=HARDWARE | {"driver": "2"})
     with pytest.raises(UserError, match="disagree on hardware nvidia-h200: driver 1 / 2"):
+        build([tmp_path], tmp_path / "out", seed=1)
+    shard(tmp_path, "b", [random_record(3)], hardware=HARDWARE | {"driver": None})
+    with pytest.raises(UserError, match=r"b\.parquet: its hardware has null for: driver"):
         build([tmp_path], tmp_path / "out", seed=1)
     shard(tmp_path, "b", [random_record(3)], hardware={"hardware_id": "nvidia-h200"})
     with pytest.raises(UserError, match="lacks or has unknown: compute_units"):
