@@ -109,13 +109,17 @@ def _aligned(
     for order in (range(len(pairs) - 1, -1, -1), range(len(pairs))):  # an additional one shifts all behind it
         for number in order:
             i, j = pairs[number]
-            wanted = clean_keys[clean_rows[j]][0]
-            if keys[rows[i]][0] == wanted:
+            alike, clean_alike = keys[rows[i]][0], clean_keys[clean_rows[j]][0]
+            if alike == clean_alike:
                 continue
-            low = pairs[number - 1][0] + 1 if number else 0
-            high = pairs[number + 1][0] if number + 1 < len(pairs) else len(rows)
-            better = (k for k in range(low, high) if keys[rows[k]][0] == wanted)
-            pairs[number] = next(better, i), j
+            low, clean_low = pairs[number - 1] if number else (-1, -1)
+            last = number + 1 == len(pairs)
+            high, clean_high = (len(rows), len(clean_rows)) if last else pairs[number + 1]
+            better = [(k, j) for k in range(low + 1, high) if keys[rows[k]][0] == clean_alike]
+            better += [
+                (i, k) for k in range(clean_low + 1, clean_high) if clean_keys[clean_rows[k]][0] == alike
+            ]
+            pairs[number] = next(iter(better), (i, j))
     return [(rows[i], clean_rows[j]) for i, j in pairs]
 
 

@@ -94,6 +94,11 @@ def test_an_operator_of_other_shapes_among_several_is_found() -> None:
     assert new(make([step("add [8]", "add [4]", "add [8]", "add [2]")]), clean) == [4]
 
 
+def test_of_operators_of_the_twin_that_with_the_same_shapes_is_the_counterpart() -> None:
+    clean = make([step(("to [2]", ()), ("to [8]", leaves("copy")))])
+    assert new(make([step(("to [8]", leaves("copy")))]), clean) == []
+
+
 def test_equal_operators_in_another_order_are_nothing_new() -> None:
     clean = make([step("copy [8]", "copy [4]", "copy [2]")])
     assert new(make([step("copy [2]", "copy [8]", "copy [4]")]), clean) == []
