@@ -9,9 +9,11 @@ distributed sampler would have it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,11 +83,13 @@ class World:
 
 
 class _Outcome(msgspec.Struct):
-    """How a rank ended, if not by an unforeseen error."""
+    """How a rank ended, if nobody killed it; ``error`` is an unforeseen one, of the time ``at``."""
 
     result: dict[str, Any] | None = None
     user_error: str = ""
     out_of_memory: str = ""
+    error: str = ""
+    at: float = 0.0
 
 
 def run_ranks(size: int, main: Callable[[int, Path], dict[str, Any]]) -> dict[str, Any]:
@@ -117,23 +121,49 @@ def run_ranks(size: int, main: Callable[[int, Path], dict[str, Any]]) -> dict[st
             except torch.OutOfMemoryError as error:
                 tell(rank, _Outcome(out_of_memory=str(error)))
                 raise
+            except Exception as error:
+                line = next(iter(str(error).strip().splitlines()), "no message")
+                tell(rank, _Outcome(error=f"{type(error).__name__}: {line}", at=time.monotonic()))
+                raise
 
+        ranks = start_processes(run, nprocs=size, join=False, start_method="fork")
         try:
-            start_processes(run, nprocs=size, start_method="fork")
+            while not ranks.join():
+                pass
         except (ProcessRaisedException, ProcessExitedException) as error:
-            ended = [
-                msgspec.json.decode(path.read_bytes(), type=_Outcome) for path in outcomes if path.exists()
-            ]
+            ended = {
+                rank: msgspec.json.decode(path.read_bytes(), type=_Outcome)
+                for rank, path in enumerate(outcomes)
+                if path.exists()
+            }
             # A rank that raised takes others down, which then raise that their connection is gone.
-            for one in ended:
+            for one in ended.values():
                 if one.user_error:
                     raise UserError(one.user_error) from None
                 if one.out_of_memory:
                     raise torch.OutOfMemoryError(one.out_of_memory) from error
-            raise RuntimeError(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from error
+            why = _why(ended, [process.exitcode for process in ranks.processes])
+            raise RuntimeError(why or f"rank {error.error_index}: {error}") from error
         result = msgspec.json.decode(outcomes[0].read_bytes(), type=_Outcome).result
     assert result is not None
     return result
+
+
+def _why(ended: Mapping[int, _Outcome], exit_codes: Sequence[int | None]) -> str:
+    """Which ranks were killed, and what the first to raise raised; empty if neither was.
+
+    The rank whose end is noticed first need not be the one that began it: others end as soon as their
+    connection to it is gone. SIGTERM is how they are ended.
+    """
+    reasons = [
+        f"rank {rank}: killed by {signal.Signals(-code).name}"
+        for rank, code in enumerate(exit_codes)
+        if code is not None and code < 0 and -code != signal.SIGTERM
+    ]
+    if raised := [(one.at, rank, one.error) for rank, one in ended.items() if one.error]:
+        _, rank, error = min(raised)
+        reasons.append(f"rank {rank}: {error}")
+    return "; ".join(reasons)
 
 
 def share_cpu(size: int) -> None:

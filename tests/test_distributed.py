@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtraceap.collect.distributed import World
+from torchtraceap.collect.distributed import World, _Outcome, _why
 from torchtraceap.dataset.build import check
 from torchtraceap.dataset.parquet import read_traces
 from torchtraceap.dataset.trace import TraceRecord
@@ -140,7 +141,7 @@ def test_one_process_agrees_with_itself() -> None:
         ("refuse", "UserError: not here"),
         ("fail", "RuntimeError: rank 1: TypeError: no such thing"),
         ("exhaust", "OutOfMemoryError: tried to allocate 9 GiB"),
-        ("die", "RuntimeError: rank 1: process 1 terminated with signal SIGKILL"),
+        ("die", "RuntimeError: rank 1: killed by SIGKILL"),
         (
             "unused",
             "UserError: tiny/net: 2 parameters get no gradient (spare.weight ...), which "
@@ -149,7 +150,18 @@ def test_one_process_agrees_with_itself() -> None:
     ],
 )
 def test_a_rank_that_fails_ends_the_others(outcome: dict[str, Any], what: str, says: str) -> None:
-    assert outcome["errors"][what] == says
+    told = outcome["errors"][what]
+    # Rank 0 may have had the time to say that its connection is gone.
+    assert told.split("; rank 0: ")[0] == says
+
+
+def test_the_rank_that_began_it_is_told_whichever_ends_first() -> None:
+    gone = _Outcome(error="RuntimeError: Connection reset by peer", at=2.0)
+    assert _why({0: gone}, [1, -signal.SIGKILL, -signal.SIGTERM]) == (
+        "rank 1: killed by SIGKILL; rank 0: RuntimeError: Connection reset by peer"
+    )
+    assert _why({0: gone, 1: _Outcome(error="TypeError: no", at=1.0)}, [1, 1]) == "rank 1: TypeError: no"
+    assert _why({0: _Outcome(result={})}, [0, 3]) == ""
 
 
 def test_ranks_wait_for_the_one_that_waits_for_the_device(outcome: dict[str, Any]) -> None:
