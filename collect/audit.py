@@ -31,6 +31,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchtraceap.collect.model import ZOO
+from torchtraceap.collect.processes import die_with
 from torchtraceap.dataset import sites
 from torchtraceap.dataset.parquet import write_table
 from torchtraceap.errors import UserError
@@ -65,11 +66,12 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What the process of a workload is asked for."""
+    """What the process of a workload is asked for, by the process ``parent``, with which it dies."""
 
     workload: Workload
     out: str
     device: str
+    parent: int
 
 
 class Gathered(msgspec.Struct):
@@ -122,7 +124,7 @@ def gather(
     for workload in workloads:
         path = out / f"{workload.name}.parquet"
         if not path.exists():
-            on_event(workload, _in_a_process(Request(workload, str(path), device), time_limit))
+            on_event(workload, _in_a_process(Request(workload, str(path), device, os.getpid()), time_limit))
 
 
 def _in_a_process(request: Request, time_limit: float) -> Gathered | str:
@@ -375,6 +377,8 @@ def _bare(loop: TrainingLoop) -> Iterator[None]:
 
 if __name__ == "__main__":
     try:
-        print(msgspec.json.encode(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Request))).decode())
+        request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+        die_with(request.parent)
+        print(msgspec.json.encode(run(request)).decode())
     except UserError as error:
         sys.exit(str(error))

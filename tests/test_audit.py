@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tiny
 import torch
@@ -333,6 +338,33 @@ def test_gathering_from_a_loop(tmp_path: Path) -> None:
     assert {r["selected"] for r in rows if r["arm"] == "bare"} == {-1}
     assert {0, 1} <= {r["selected"] for r in rows if r["arm"] == "wrapped"}
     assert "ttap-" not in out.read_bytes().decode("latin-1")
+
+
+GATHERER = """
+import sys
+from pathlib import Path
+from torchtraceap.collect.audit import Workload, gather
+endless = Workload("timm/resnet18", "infer", 1, seed=0, profiles=100_000)
+gather([endless], Path(sys.argv[1]), device="cpu", time_limit=600.0, on_event=print)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_workload_ends_with_the_command_that_was_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", GATHERER, str(tmp_path)]) as command:
+        here = psutil.Process(command.pid)
+        wait_until(lambda: bool(here.children()))
+        (workload,) = here.children()
+        command.kill()
+    wait_until(lambda: not workload.is_running() or workload.status() == psutil.STATUS_ZOMBIE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30.0  # on a busy machine
+    while not true():
+        assert time.monotonic() < end, "it never came about"
+        time.sleep(0.02)
 
 
 # -- metadata and the command ---------------------------------------------------------------------------
