@@ -93,7 +93,7 @@ def make_workloads(
     found = []
     for name in dict.fromkeys(models):
         batch_sizes = ZOO[name].batch_sizes["cpu" if device_type == "cpu" else "gpu"]
-        for mode in modes:
+        for mode in dict.fromkeys(modes):
             rng = random.Random(f"{seed}/{name}/{mode}")
             if batch_sizes[mode]:
                 size = rng.choice(list(batch_sizes[mode]))

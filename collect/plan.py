@@ -105,7 +105,7 @@ def make_plan(
     used: Counter[str] = Counter()
     seen: Counter[tuple[str, str]] = Counter()
     jobs = []
-    for spec, mode in _in_turns(specs, list(modes)):
+    for spec, mode in _in_turns(specs, list(dict.fromkeys(modes))):
         sizes = spec.batch_sizes[kind][mode]
         if not sizes or (runtime == "distributed" and mode != "train"):
             continue

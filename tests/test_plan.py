@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import tiny
 
+from torchtraceap.collect.audit import make_workloads
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import HELDOUT_SHARE, Injection, Job, make_plan, settles_slowly
 from torchtraceap.errors import UserError
@@ -118,6 +119,13 @@ def test_a_subset_of_patterns_and_modes() -> None:
 
 def test_models_named_twice_run_once() -> None:
     assert len(make_plan([MODELS[0]] * 2, device_type="cpu", modes=["train"])) == 1
+
+
+def test_modes_named_twice_run_once() -> None:
+    jobs = make_plan(MODELS[:1], device_type="cpu", modes=["infer", "infer", "train"])
+    assert [job.mode for job in jobs] == ["infer", "train"]
+    (workload,) = make_workloads(MODELS[:1], device_type="cpu", modes=["infer", "infer"], profiles=1, seed=0)
+    assert workload.mode == "infer"
 
 
 def test_patterns_that_cannot_occur() -> None:
