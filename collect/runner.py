@@ -172,10 +172,11 @@ def _write_or_match(run: Path, plan: Sequence[Job], resume: bool) -> None:
             )
         for torn in (run / "shards").glob(".*.tmp"):  # of a workload that was killed while it wrote
             torn.unlink()
-        return
-    (run / "shards").mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        temporary.write_bytes(encoded)
+    else:
+        with replacing(path) as temporary:
+            temporary.write_bytes(encoded)
+    # Last: a folder that has it and no plan, because the disk was full, would pass for somebody else's.
+    (run / "shards").mkdir(exist_ok=True)
 
 
 def _record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from torchtraceap.collect import lane
+from torchtraceap.collect import lane, runner
 from torchtraceap.collect.plan import Injection, Job
 from torchtraceap.collect.runner import JobEvent, collect, shard_path
 from torchtraceap.dataset.parquet import read_traces
@@ -265,6 +266,19 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, resume: bool) -> 
     with pytest.raises(UserError, match="is no run"):
         run("ok", tmp_path / "photo.jpg", resume=resume)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_a_run_whose_plan_could_not_be_written_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "replacing", full)
+        with pytest.raises(OSError, match=r"plan\.json"):
+            run("ok", tmp_path)
+    assert run("ok", tmp_path).done == ["fake-ok_train_b2"]
 
 
 def test_names_that_collide_are_refused(tmp_path: Path) -> None:
