@@ -236,7 +236,7 @@ def _rewrite(path: Path, table: pa.Table, **metadata: str) -> None:
         writer.add_key_value_metadata({f"torchtraceap.{key}": value for key, value in metadata.items()})
 
 
-@pytest.mark.parametrize(("step", "advice"), [(1, "update it"), (-1, "with an older one, or collect it again")])
+@pytest.mark.parametrize(("step", "advice"), [(1, "update it"), (-1, "with an older one, or collect")])
 def test_another_schema_is_refused(stored: Path, step: int, advice: str):
     version = str(schema.SCHEMA_VERSION + step)
     _rewrite(stored, schema.TRACES.empty_table(), schema_version=version)
