@@ -116,6 +116,10 @@ register(
             "What has no counterpart in the clean trace: the filling of empty tensors, and the operators and "
             "kernels of deterministic algorithms."
         ),
+        precondition=(
+            "none; but where a deterministic algorithm is made of other operators, autocast picks the types "
+            "of these, so that an interpolation may return another type and be as exact as that."
+        ),
         variants=(
             Variant("whole_step", "All stages but the loader's.", _whole_step, together=True),
             Variant(

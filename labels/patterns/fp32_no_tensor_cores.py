@@ -144,9 +144,9 @@ register(
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="marker+backward",
         belongs=(
-            "Everything that runs in float32 instead of in a narrower type: the stages or blocks without "
-            "autocast, the casts at their borders, their backward operators, and the kernels of all of "
-            "these."
+            "The stages or blocks that run in float32 instead of in a narrower type, with the casts at their "
+            "borders, their backward operators, and the kernels of all of these. What lies in them and is "
+            "float32 under autocast too belongs as well."
         ),
         needs_gpu=True,
         precondition="The device has tensor cores. blocks: the modules do not write to their input.",
