@@ -220,7 +220,8 @@ def unpaired(trace: Trace, instances: Sequence[Instance], segments: Sequence[Seg
     """What contradicts that waits and segments of waiting patterns go together, in words.
 
     Every wait inside a step lies in a segment, and every segment of a waiting pattern on a thread, injected
-    or native, holds a wait.
+    or native, holds a wait. The call of a loader whose batch is not pinned is part of a pattern and does not
+    wait.
     """
     wait = waits(trace)
     found = [
@@ -230,6 +231,8 @@ def unpaired(trace: Trace, instances: Sequence[Instance], segments: Sequence[Seg
     for segment in segments:
         one = instances[segment.instance]
         if one.pattern not in WAITING or one.source == "lookalike" or segment.lane_class == "gpu":
+            continue
+        if trace.names[segment.first_event].startswith("enumerate(DataLoader)"):
             continue
         if not wait[segment.first_event : segment.first_event + segment.event_count].any():
             found.append(f"a segment of {one.pattern}/{one.variant} at {segment.start_ns} ns holds no wait")

@@ -31,7 +31,7 @@ from torchtraceap.collect.measure import (
     step_seconds,
 )
 from torchtraceap.collect.model import ZOO
-from torchtraceap.collect.native import covered, natives
+from torchtraceap.collect.native import covered, natives, unpaired
 from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.collect.regions import number_regions
 from torchtraceap.collect.server import WAITING
@@ -235,6 +235,7 @@ class Session:
         self.nulls: list[Look] = []
         self.differences: list[dict[str, Any]] = []
         self.disagreements: set[str] = set()
+        self.unpaired: list[str] = []
         self.absent_when_compiled: set[str] = set()
         self.clean_ms = math.nan
         self.marked = False
@@ -267,6 +268,7 @@ class Session:
         records = world.gathered(records)
         differences = world.gathered(self.differences)
         disagreements = set(world.gathered(sorted(self.disagreements)))
+        unpaired_waits = world.gathered(self.unpaired)
         if world.rank > 0:
             return {}
         provenance = {
@@ -278,6 +280,7 @@ class Session:
             "marked": self.marked,
             "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
             "differences": differences,
+            "unpaired": unpaired_waits,
             "disagreements": sorted(disagreements),
             "instances": [
                 {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
@@ -547,6 +550,7 @@ class Session:
         )
         record.meta["quality"] = record.quality
         trace.check(f"trace of {spec.name}")
+        self.unpaired += [f"trace {record.trace_id}: {what}" for what in unpaired(trace, instances, segments)]
         return record
 
     def _step_ms(self, arm: list[Injected]) -> float:

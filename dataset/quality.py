@@ -142,6 +142,7 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
             found += _instances(record, len(problems), differences.get(record.trace_id))
             if all(one.source != "injected" for one in record.instances):
                 clean.append((_number(record, "gpu_busy"), _number(record, "profiler_ratio")))
+        broken += [f"{shard}: {problem}" for problem in session.unpaired]
         if not clean:
             raise UserError(f"{shard} has no clean trace, which says how busy its GPU is")
         where_to = regime(*np.mean(clean, axis=0).tolist())

@@ -46,6 +46,7 @@ class Session(msgspec.Struct):
     instances: list[Tested]
     differences: list[Differing] = []
     null_trials: list[dict[str, Any]] = []
+    unpaired: list[str] = []
 
     @property
     def p_costly(self) -> dict[InstanceKey, float | None]:

@@ -41,7 +41,13 @@ def record(workload: str, busy: float, *instances: dict[str, Any]) -> TraceRecor
 
 
 def shard(
-    run: Path, name: str, records: list[TraceRecord], p: float = 1e-6, nulls: int = 0, costly_nulls: int = 0
+    run: Path,
+    name: str,
+    records: list[TraceRecord],
+    p: float = 1e-6,
+    nulls: int = 0,
+    costly_nulls: int = 0,
+    unpaired: tuple[str, ...] = (),
 ) -> None:
     look = {"pairs": 8, "p_costly": 0.5, "p_benign": 0.5}
     session = {
@@ -60,6 +66,7 @@ def shard(
             look | {"low": 0.02 if i < costly_nulls else -0.02, "high": 0.03 if i < costly_nulls else 0.0}
             for i in range(nulls)
         ],
+        "unpaired": list(unpaired),
     }
     write_traces(run / "shards" / f"{name}.parquet", records, {SESSION_KEY: json.dumps(session)})
 
@@ -159,6 +166,12 @@ def test_violations_are_counted_and_named(tmp_path):
     assert [row.violations for row in found.patterns] == [1]
     (problem,) = found.violations
     assert f"a.parquet: trace {broken.trace_id}: segment 0 does not begin" in problem
+
+
+def test_waits_without_a_segment_are_violations(tmp_path):
+    shard(tmp_path, "a", [record("a", BUSY)], unpaired=("cudaStreamSynchronize lies in no segment",))
+    (problem,) = measure_quality([tmp_path]).violations
+    assert problem.endswith("a.parquet: cudaStreamSynchronize lies in no segment")
 
 
 def test_a_workload_without_a_clean_trace_is_named(tmp_path):

@@ -201,6 +201,7 @@ def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
     assert session_["hardware"] == hardware(torch.device("cpu"))
     assert session_["skipped"] == ["host_sync/item: host_sync needs a GPU"]
     assert session_["event_cap"] == 60_000
+    assert session_["unpaired"] == []
     assert session_["block_steps"] >= 1
     injected = [r for r in records if any(i.source == "injected" for i in r.instances)]
     assert session_["differences"] == [
