@@ -74,14 +74,6 @@ def waits(trace: Trace) -> NDArray[np.bool_]:
     return blocking & (trace.step >= 0) & np.isin(events.lane, lanes)
 
 
-def covered(trace: Trace, segments: Iterable[Segment]) -> NDArray[np.bool_]:
-    """Events that lie in one of the segments, shape (events,)."""
-    inside = np.zeros(len(trace), dtype=bool)
-    for segment in segments:
-        inside[segment.first_event : segment.first_event + segment.event_count] = True
-    return inside
-
-
 def natives(surveyed: Sequence[Sequence[Wait]], trace: Trace, segments: Sequence[Segment]) -> Natives:
     """Label every wait of a trace that lies in none of its segments.
 
@@ -115,7 +107,7 @@ class _Matching:
         self.surveyed = surveyed
         self.trace = trace
         self.known = {wait.operator for step in surveyed for wait in step}
-        self.labelled = covered(trace, segments)
+        self.labelled = runs_of.covered(segments, len(trace))
         self.unknown: set[str] = set()
         self.disagreements: Counter[str] = Counter()
 
@@ -226,7 +218,7 @@ def unpaired(trace: Trace, instances: Sequence[Instance], segments: Sequence[Seg
     wait = waits(trace)
     found = [
         f"{trace.names[row]} at {trace.events.start_ns[row]} ns lies in no segment"
-        for row in np.flatnonzero(wait & ~covered(trace, segments))
+        for row in np.flatnonzero(wait & ~runs_of.covered(segments, len(trace)))
     ]
     for segment in segments:
         one = instances[segment.instance]
@@ -234,6 +226,6 @@ def unpaired(trace: Trace, instances: Sequence[Instance], segments: Sequence[Seg
             continue
         if trace.names[segment.first_event].startswith("enumerate(DataLoader)"):
             continue
-        if not wait[segment.first_event : segment.first_event + segment.event_count].any():
+        if not wait[segment.rows].any():
             found.append(f"a segment of {one.pattern}/{one.variant} at {segment.start_ns} ns holds no wait")
     return found

@@ -31,7 +31,7 @@ from torchtraceap.collect.measure import (
     step_seconds,
 )
 from torchtraceap.collect.model import ZOO
-from torchtraceap.collect.native import covered, natives, unpaired
+from torchtraceap.collect.native import natives, unpaired
 from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.collect.regions import number_regions
 from torchtraceap.collect.server import WAITING
@@ -43,6 +43,7 @@ from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost, Look
 from torchtraceap.labels.pattern import PATTERNS, Mechanism, Pattern, Site, Stage, StageSite, Variant, choose
+from torchtraceap.labels.segments import covered
 from torchtraceap.labels.types import Instance, Segment, State
 
 WARMUP_STEPS = 3
@@ -247,9 +248,8 @@ class Session:
         self.pair_id = world.agreed(secrets.token_hex(8))
         self._place()
         self.progress("surveying")
-        if (
-            self.loop.runtime != "eager"
-        ):  # dispatch modes reach the bare model only; what is installed may not
+        # Dispatch modes need the bare model. What is installed in other loops cannot run on that.
+        if self.loop.runtime != "eager":
             with self.loop.plain():
                 self.seen = survey(self.loop)
         for one in self.placed:
@@ -374,13 +374,17 @@ class Session:
         steps = profiling.PROFILED_STEPS
         return frozenset(self.rng.sample(range(steps), self.rng.randint(1, steps - 1)))
 
+    def _toggled(self) -> list[list[Injected]]:
+        """What is switched on together: the patterns of each arm, and each look-alike alone."""
+        return [*self.arms[1:], *([twin] for twin in self.twins)]
+
     def _warm_up(self) -> None:
         """Every arm as it will run: what allocates, compiles or tunes does so now."""
         for _ in range(WARMUP_STEPS):
             self.loop.step()
         if self.loop.runtime == "compiled":
             self.absent_when_compiled = absent_when_compiled(self.loop)
-        for arm in [*self.arms[1:], *([twin] for twin in self.twins)]:
+        for arm in self._toggled():
             with _armed(arm):
                 for _ in range(max(2, *(one.variant.settle_steps for one in arm))):
                     self.loop.step()
@@ -389,7 +393,7 @@ class Session:
     def _measure(self, steps: int) -> None:
         """The cost of each pattern beside the others of its arm, and that of each look-alike alone."""
         costs = []
-        for arm in [*self.arms[1:], *([twin] for twin in self.twins)]:
+        for arm in self._toggled():
             for one in arm:
                 self.progress(f"measuring {one.name}")
                 with _armed([other for other in arm if other is not one]):
@@ -584,7 +588,7 @@ class Session:
 
 def _without_lookalikes(trace: Trace, segments: list[Segment]) -> Trace:
     """A clean trace less its look-alikes: what they do is nothing that the clean loop does."""
-    return trace.select(~covered(trace, segments))[0]
+    return trace.select(~covered(segments, len(trace)))[0]
 
 
 def _with_segments(

@@ -29,7 +29,7 @@ from torchtraceap.collect.loop import Placement
 from torchtraceap.dataset.trace import Trace
 from torchtraceap.labels.markers import parse_marker
 from torchtraceap.labels.pattern import Mechanism
-from torchtraceap.labels.segments import belongs
+from torchtraceap.labels.segments import belongs, covered
 from torchtraceap.labels.types import Segment
 
 COMPARED = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
@@ -83,9 +83,8 @@ def steps_without(
     events = trace.events
     counted = np.array([op.category in COMPARED for op in trace.ops], dtype=bool)[events.op]
     kept = published(trace)
-    labelled = [np.arange(one.first_event, one.first_event + one.event_count) for one in segments]
     counted &= kept
-    counted[np.flatnonzero(kept)[np.concatenate([*labelled, np.empty(0, dtype=np.int64)])]] = False
+    counted[np.flatnonzero(kept)[covered(segments, int(kept.sum()))]] = False
     markers = [parse_marker(secret, op.name) for op in trace.ops]
     for placement, mechanism in places:
         if mechanism not in ("marker", "marker+backward"):

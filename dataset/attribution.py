@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.labels.pattern import PATTERNS, Mechanism
-from torchtraceap.labels.segments import bounds, runs
+from torchtraceap.labels.segments import bounds, covered, runs
 from torchtraceap.labels.types import Instance, Segment
 
 BoolArray = NDArray[np.bool_]
@@ -81,11 +81,7 @@ def _mechanism(instance: Instance) -> Mechanism:
 
 def members(segments: Iterable[Segment], instance: int, events: int) -> BoolArray:
     """Which of ``events`` events lie in the segments of ``instance``, bool, shape (events,)."""
-    member = np.zeros(events, dtype=bool)
-    for one in segments:
-        if one.instance == instance:
-            member[one.first_event : one.first_event + one.event_count] = True
-    return member
+    return covered((one for one in segments if one.instance == instance), events)
 
 
 def misfit(trace: Trace, segment: Segment) -> str | None:
@@ -93,7 +89,7 @@ def misfit(trace: Trace, segment: Segment) -> str | None:
     if segment.event_count < 1:
         return "has no events"
     events = trace.events
-    rows = slice(segment.first_event, segment.first_event + segment.event_count)
+    rows = segment.rows
     run = np.array([[segment.first_event, segment.event_count]])
     if not (events.lane[rows] == segment.lane).all():
         return "has events of another lane"

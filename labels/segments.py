@@ -6,10 +6,13 @@ first; ``parent``, ``launch`` and ``forward`` are indices into the same arrays, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchtraceap.labels.types import Segment
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.integer[Any]]
@@ -72,6 +75,14 @@ def meanwhile(roots: BoolArray, start_ns: IntArray, end_ns: IntArray) -> BoolArr
     latest_end = np.maximum.accumulate(end_ns[rows])
     before = np.searchsorted(start_ns[rows], start_ns, side="right") - 1
     return (before >= 0) & (start_ns < latest_end[before])
+
+
+def covered(segments: Iterable[Segment], events: int) -> BoolArray:
+    """Which of the ``events`` events of a trace lie in one of the segments, bool, shape (events,)."""
+    inside = np.zeros(events, dtype=bool)
+    for segment in segments:
+        inside[segment.rows] = True
+    return inside
 
 
 def runs(member: BoolArray, lane: IntArray, step: IntArray) -> IntArray:

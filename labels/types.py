@@ -68,6 +68,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     first_event: int
     event_count: int
 
+    @property
+    def rows(self) -> slice:
+        """Its events."""
+        return slice(self.first_event, self.first_event + self.event_count)
+
 
 def quality(instances: list[Instance]) -> Quality:
     """Label a trace: bad with a costly instance, good with neither a costly nor an undecided one.
