@@ -10,7 +10,14 @@ import typer
 from torchtraceap import console
 from torchtraceap.collect import TIME_LIMIT
 from torchtraceap.commands._options import Dataset, Json, Seed, TimeLimit
-from torchtraceap.commands.collecting import LoopMode, Tier, choose_models, resolve_device
+from torchtraceap.commands.collecting import (
+    Device,
+    Models,
+    Modes,
+    TierOption,
+    choose_models,
+    resolve_device,
+)
 from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,11 +43,9 @@ def collect_audit(
             "-o", "--out", metavar="EXAMPLES", help="Folder; workloads that it has are not run again."
         ),
     ],
-    model: Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")] = None,
-    tier: Annotated[Tier | None, typer.Option("--tier", help="A selection of models.")] = None,
-    mode: Annotated[
-        list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
-    ] = None,
+    model: Models = None,
+    tier: TierOption = None,
+    mode: Modes = None,
     profiles: Annotated[
         int,
         typer.Option(
@@ -49,7 +54,7 @@ def collect_audit(
             help="Of a workload, with the wrappers of candidate places and as many without.",
         ),
     ] = 4,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
+    device: Device = "auto",
     seed: Seed = 0,
     time_limit: TimeLimit = TIME_LIMIT,
     as_json: Json = False,

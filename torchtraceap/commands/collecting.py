@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,6 @@ from torchtraceap.commands._options import Json, Seed, TimeLimit
 from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtraceap.collect.plan import Job
     from torchtraceap.collect.runner import JobEvent, RunReport
 
 PARTLY_FAILED = 1
@@ -45,6 +44,14 @@ class LoopMode(StrEnum):
     infer = "infer"
 
 
+Models = Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")]
+TierOption = Annotated[Tier | None, typer.Option("--tier", help="A selection of models.")]
+Modes = Annotated[
+    list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")]
+
+
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
@@ -54,14 +61,12 @@ def add_to(app: typer.Typer) -> None:
 
 def collect(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="Folder of the run.")],
-    model: Annotated[list[str] | None, typer.Option("--model", help="A model; repeat for several.")] = None,
-    tier: Annotated[Tier | None, typer.Option("--tier", help="A selection of models.")] = None,
+    model: Models = None,
+    tier: TierOption = None,
     pattern: Annotated[
         list[str] | None, typer.Option("--pattern", help="An anti-pattern; repeat for several. Default: all.")
     ] = None,
-    mode: Annotated[
-        list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
-    ] = None,
+    mode: Modes = None,
     per_workload: Annotated[
         int,
         typer.Option(
@@ -86,7 +91,7 @@ def collect(
         int,
         typer.Option("--null-trials", min=0, help="Cost measurements of a clean loop against itself."),
     ] = 0,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")] = "auto",
+    device: Device = "auto",
     lanes: Annotated[
         int | None,
         typer.Option(
@@ -120,6 +125,7 @@ def collect(
     Exit code 1 when a workload failed; the others are kept, and --resume tries the failed ones again.
     """
     from torchtraceap.collect.plan import make_plan
+    from torchtraceap.collect.runner import collect as run
     from torchtraceap.labels.pattern import PATTERNS
 
     models = choose_models(model, tier)  # a wrong name is told before the seconds that torch takes to import
@@ -150,17 +156,18 @@ def collect(
         world_size=world_size,
         seed=seed,
     )
-    lanes = lanes or (1 if kind == "cpu" else 2)
-    report = run_plan(
-        plan,
-        out,
-        device=device,
-        lanes=lanes,
-        resume=resume,
-        time_limit=time_limit,
-        event_cap=event_cap,
-        budget=budget,
-    )
+    with following(len(plan)) as show:
+        report = run(
+            plan,
+            out,
+            device=device,
+            lanes=lanes or (1 if kind == "cpu" else 2),
+            resume=resume,
+            time_limit=time_limit,
+            event_cap=event_cap,
+            budget=budget,
+            on_event=show,
+        )
     if as_json:
         console.emit_json(report)
     else:
@@ -213,39 +220,9 @@ def resolve_device(name: str) -> tuple[str, str]:
     return str(device), device.type
 
 
-def run_plan(
-    plan: Sequence[Job],
-    out: Path,
-    *,
-    device: str,
-    lanes: int = 1,
-    resume: bool,
-    time_limit: float,
-    event_cap: int,
-    budget: float = math.inf,
-) -> RunReport:
-    """Run a plan with progress on stderr: a line a finished workload, and what is going on now.
-
-    Once ``budget`` seconds are spent, no further workload starts.
-    """
-    from torchtraceap.collect.runner import collect as run
-
-    with _following(len(plan)) as show:
-        return run(
-            plan,
-            out,
-            device=device,
-            lanes=lanes,
-            resume=resume,
-            time_limit=time_limit,
-            event_cap=event_cap,
-            budget=budget,
-            on_event=show,
-        )
-
-
 @contextmanager
-def _following(total: int) -> Iterator[Callable[[JobEvent], None]]:
+def following(total: int) -> Iterator[Callable[[JobEvent], None]]:
+    """Show progress on stderr: a line for each finished workload of ``total``, and what is going on now."""
     with console.progress() as bar:
         task = bar.add_task("starting", total=total)
 

@@ -58,6 +58,7 @@ def demo(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what FOLDER holds.")] = False,
 ) -> None:
     """Collect small models, label and build, load with `datasets`, run detectors, score and report."""
+    from torchtraceap.collect.runner import collect
     from torchtraceap.dataset.schema import ALL_SPLITS
     from torchtraceap.eval.leaderboard import ALL_COLUMNS, leaderboard
 
@@ -67,9 +68,17 @@ def demo(
 
     plan = _plan(kind, seed)
     console.note(f"1/5 collect: {len(plan)} models on {device}, at most {BUDGET + TIME_LIMIT:.0f} s")
-    collected = collecting.run_plan(
-        plan, run, device=device, resume=resume, time_limit=TIME_LIMIT, event_cap=EVENT_CAP, budget=BUDGET
-    )
+    with collecting.following(len(plan)) as show:
+        collected = collect(
+            plan,
+            run,
+            device=device,
+            resume=resume,
+            time_limit=TIME_LIMIT,
+            event_cap=EVENT_CAP,
+            budget=BUDGET,
+            on_event=show,
+        )
     if collected.skipped:
         console.note(f"{len(collected.skipped)} of them were collected before: {run}")
     if collected.left:
