@@ -111,7 +111,7 @@ def selected_members(
 
 
 def _loading(trace: Trace) -> NDArray[np.bool_]:
-    """What the loader does, shape (events,): another pattern may bring its own, with no marker around it."""
+    """What the loader does, shape (events,): no consequence of a pattern, other than those that mark it."""
     loads = np.array([op.name.startswith("enumerate(DataLoader)") for op in trace.ops], dtype=bool)
     return runs_of.below(loads[trace.events.op], trace.events.parent, trace.events.launch)
 

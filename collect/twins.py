@@ -6,8 +6,6 @@ no law, because honest traces differ, too:
 
 * What a clean loop does at the place of a pattern that stands for it is left out on both sides, by the
   markers of that place. With the mechanisms "selector" and "meanwhile" no marker says so: it is missing.
-* A site that brings its own batch (``data``) takes it from another loader, outside of any marker: without
-  pinned memory it is unpacked on the main thread.
 * Autograd adds gradients of one tensor up below whichever of its users comes last: below a labelled backward
   op the clean step's ``aten::add`` is missing.
 * Work that depends on values differs from batch to batch: non-maximum suppression, ``nonzero``, and the

@@ -45,11 +45,6 @@ def writes_to_input(call: ModuleCall) -> bool:
     return bool(getattr(first, "inplace", False))
 
 
-def output_sites(loop: Loop, body: Body) -> list[Site]:
-    """``y = body(y)`` behind modules spread through the model."""
-    return [ModuleSite(call, body, where="after") for call in spread(loop.module_calls())]
-
-
 def input_sites(loop: Loop, body: Body) -> list[Site]:
     """``x = body(x)`` ahead of modules spread through the model that leave their input as it is."""
     calls = [call for call in loop.module_calls() if not writes_to_input(call)]
