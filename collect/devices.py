@@ -38,6 +38,20 @@ def resolve(name: str) -> torch.device:
     raise UserError(f"no device {name!r}; here are: {', '.join(here)}")
 
 
+def groups(name: str, size: int = 1) -> list[torch.device]:
+    """The first devices of as many groups of ``size`` as there are; ``auto`` means all, a name one.
+
+    Raises:
+        UserError: There is no such device here, or not one for each of ``size`` ranks.
+    """
+    first = resolve(name)
+    of_rank(first, size - 1)
+    if name != "auto" or first.type == "cpu":
+        return [first]
+    count = torch.accelerator.device_count()
+    return [torch.device(first.type, start) for start in range(0, count - size + 1, size)]
+
+
 def of_rank(device: torch.device, rank: int) -> torch.device:
     """The device of a rank whose rank 0 has ``device``: the next ones; a CPU is shared by all.
 
@@ -73,8 +87,13 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU] + ([getattr(ProfilerActivity, extra)] if extra else [])
 
 
-def hardware(device: torch.device) -> dict[str, Any]:
-    """A row of the table ``hardware`` for ``device`` and the machine around it (``schema.HARDWARE``)."""
+def hardware(device: torch.device, count: int = 1) -> dict[str, Any]:
+    """A row of the table ``hardware`` (``schema.HARDWARE``).
+
+    Args:
+        device: The device of a workload, or the first of those of its ranks.
+        count: How many the workload has; what else is in the machine, it does not use.
+    """
     import psutil
 
     cpu = _cpu_name()
@@ -101,7 +120,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         row |= {
             "device_kind": "rocm" if hip else "cuda",
             "device_name": properties.name,
-            "device_count": torch.cuda.device_count(),
+            "device_count": count,
             "compute_units": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "driver": _cuda_driver(),
@@ -112,7 +131,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         row |= {
             "device_kind": "xpu",
             "device_name": xpu.name,
-            "device_count": torch.xpu.device_count(),
+            "device_count": count,
             "compute_units": xpu.max_compute_units,
             "memory_gib": round(xpu.total_memory / 2**30, 1),
             "driver": xpu.driver_version,

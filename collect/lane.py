@@ -1,4 +1,4 @@
-"""A fork server and the one workload that it runs, seen from the runner: no call here waits."""
+"""A fork server and the one workload that it runs, seen from the runner: no call here waits, but the end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ STOP_SECONDS = 10
 
 
 class Lane:
-    """A fork server as a child process; started when it is needed, and anew if it died."""
+    """A fork server as a child process; started when it is needed, and anew if it died.
 
-    def __init__(self, stderr: Path) -> None:
+    Attributes:
+        device: What its workloads run on.
+        gate: Lock file of that device, where other lanes use it too; else empty.
+    """
+
+    def __init__(self, stderr: Path, device: str, gate: str = "") -> None:
         self._stderr = stderr
+        self.device = device
+        self.gate = gate
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Lane:

@@ -5,10 +5,10 @@ A run is a folder:
     plan.json              the jobs, written once
     shards/<job>.parquet   the traces of a finished workload, renamed into place when whole
     log.jsonl              one line an end of a workload, appended; locked while the run goes on
-    device.lock            held by the workload that has the device to itself
+    device-<n>.lock        held by the workload that has the n-th device to itself
 
-Several lanes run workloads side by side: one measures and profiles, while others build their models, label or
-write. Each lane has a fork server of its own (collect/lane.py).
+Several lanes run workloads side by side. Each has a fork server of its own (collect/lane.py) and a device. Of
+the lanes of a device one measures and profiles, while others build their models, label or write.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def collect(
     plan: Sequence[Job],
     run: Path,
     *,
-    device: str = "auto",
+    devices: Sequence[str] = ("auto",),
     lanes: int = 1,
     resume: bool = False,
     event_cap: int = EVENT_CAP,
@@ -82,8 +82,8 @@ def collect(
     Args:
         plan: The jobs; their names must be unique.
         run: Folder to write to.
-        device: Where the workloads run.
-        lanes: Workloads side by side, of which one at a time has the device.
+        devices: Where the workloads run; of a distributed workload, where its rank 0 does.
+        lanes: Workloads side by side for each device, of which one at a time has it.
         resume: Allow ``run`` to hold an earlier run of the same plan.
         event_cap: See ``session.run_job``.
         time_limit: Seconds that a workload may take, building and measuring included.
@@ -108,8 +108,14 @@ def collect(
                 on_event(JobEvent("skipped", job))
             else:
                 waiting.append(job)
-        gate = str(run / "device.lock") if lanes > 1 else ""
-        idle = [opened.enter_context(Lane(run / "stderr.log")) for _ in range(min(lanes, len(waiting)))]
+        # One lane of each device before the second of any: few workloads then meet at no gate.
+        places = [(device, n) for _ in range(lanes) for n, device in enumerate(devices)][: len(waiting)]
+        idle = deque(
+            opened.enter_context(
+                Lane(run / "stderr.log", device, str(run / f"device-{n}.lock") if lanes > 1 else "")
+            )
+            for device, n in places
+        )
         busy: dict[Lane, tuple[Job, _Stages]] = {}
         while waiting or busy:
             if time.monotonic() - begin > budget:
@@ -118,11 +124,13 @@ def collect(
                 if not busy:
                     break
             while waiting and idle:
-                job, lane = waiting.popleft(), idle.pop()
+                job, lane = waiting.popleft(), idle.popleft()
                 stages = _Stages()
                 busy[lane] = job, stages
                 on_event(JobEvent("start", job))
-                request = Request(job, str(shard_path(run, job)), device, event_cap, time_limit, gate)
+                request = Request(
+                    job, str(shard_path(run, job)), lane.device, event_cap, time_limit, lane.gate
+                )
                 if lane.submit(request):
                     stages.enter("importing the model libraries")
                     on_event(JobEvent("progress", job, "importing the model libraries"))

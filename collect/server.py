@@ -7,7 +7,7 @@ process. When standard input closes, because the runner ended or was killed, the
 ends.
 
     <- {"job": {...}, "out": "...", "device": "cuda:0", "event_cap": 60000, "time_limit": 600.0,
-        "gate": "run/device.lock"}
+        "gate": "run/device-0.lock"}
     -> {"event": "progress", "text": "measuring host_sync/item"}
     -> {"event": "done", "result": {...}}   or   {"event": "failed", "error": "one line"}
 """

@@ -262,7 +262,7 @@ class Session:
         self._measure(steps)
         records = self._profile_arms()
 
-        hardware = devices.hardware(self.loop.device)
+        hardware = devices.hardware(self.loop.device, world.size)
         for record in records:
             record.meta["hardware_id"] = hardware["hardware_id"]
         records = world.gathered(records)

@@ -474,7 +474,7 @@ def fake_runner(monkeypatch):
             return report
 
         monkeypatch.setattr(runner, "collect", run)
-        monkeypatch.setattr(collecting, "resolve_device", lambda name: ("cpu", "cpu"))
+        monkeypatch.setattr(collecting, "resolve_devices", lambda name, size=1: (["cpu"], "cpu"))
 
     return install
 
@@ -528,7 +528,7 @@ def test_collect_hands_its_limits_to_the_runner(traceap, monkeypatch, tmp_path):
     )
     assert code == 0
     assert given == {
-        "device": "cpu", "lanes": 3, "budget": 0, "time_limit": 7, "event_cap": 9, "resume": True,
+        "devices": ["cpu"], "lanes": 3, "budget": 0, "time_limit": 7, "event_cap": 9, "resume": True,
     }  # fmt: skip
     assert "2 workloads did not start within the budget; --resume runs them\n" in text
 

@@ -48,6 +48,19 @@ def test_cpu() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_groups_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(map(str, devices.groups("auto"))) == ["cuda:0", "cuda:1"]
+    assert list(map(str, devices.groups("auto", 2))) == ["cuda:0"]
+    assert list(map(str, devices.groups("cuda:1"))) == ["cuda:1"]
+    assert list(map(str, devices.groups("cpu", 2))) == ["cpu"]
+    for name, size in (("auto", 3), ("cuda:1", 2)):
+        with pytest.raises(UserError, match="needs a GPU of its own"):
+            devices.groups(name, size)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 5)
+    assert list(map(str, devices.groups("auto", 2))) == ["cuda:0", "cuda:2"]
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_two_gpus() -> None:
     assert devices.resolve("auto") == torch.device("cuda")
     assert devices.resolve("cuda:1") == torch.device("cuda:1")

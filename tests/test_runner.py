@@ -127,6 +127,12 @@ def test_lanes_run_side_by_side(tmp_path: Path) -> None:
     assert len(log(tmp_path)) == 4
 
 
+def test_devices_run_side_by_side(tmp_path: Path) -> None:
+    report = run("meets.1 meets.2 ok", tmp_path, devices=["cpu", "cpu:0"], time_limit=SECONDS)
+    assert len(report.done) == 3
+    assert not list(tmp_path.glob("device-*.lock"))  # nobody shares one
+
+
 def test_a_spent_budget_lets_what_runs_end(tmp_path: Path) -> None:
     recorder = Recorder()
     report = run("waits ok.1 ok.2", tmp_path, recorder, budget=0.5)
@@ -309,7 +315,7 @@ def test_a_real_workload_through_the_real_server(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(lane, "SERVER", (sys.executable, FAKE_SERVER, "tiny"))
     clone = [Injection("redundant_copy", "clone")]
     plan = [Job("tiny/net", "train", 4, 3, clone, [[0]]), Job("tiny/net", "infer", 4, 3, clone, [[0]])]
-    report = collect(plan, tmp_path, device="cpu", time_limit=60)
+    report = collect(plan, tmp_path, devices=["cpu"], time_limit=60)
     assert report.failed == {}
     assert report.traces == 4
     for one in plan:
@@ -323,7 +329,7 @@ def test_the_command_that_users_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """All libraries imported, and a model of the zoo."""
     monkeypatch.undo()
     plan = [Job("timm/resnet18", "infer", 1, 3, [Injection("redundant_copy", "clone")], [[0]])]
-    report = collect(plan, tmp_path, device="cpu")
+    report = collect(plan, tmp_path, devices=["cpu"])
     assert report.failed == {}
     assert report.traces == 2
     assert len(list(read_traces(shard_path(tmp_path, plan[0])))) == 2

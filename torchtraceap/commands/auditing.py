@@ -16,7 +16,7 @@ from torchtraceap.commands.collecting import (
     Modes,
     TierOption,
     choose_models,
-    resolve_device,
+    resolve_devices,
 )
 from torchtraceap.errors import UserError
 
@@ -66,7 +66,7 @@ def collect_audit(
     from torchtraceap.collect.audit import gather, make_workloads
 
     models = choose_models(model, tier)
-    device, kind = resolve_device(device)
+    (device, *_), kind = resolve_devices(device)
     workloads = make_workloads(
         models,
         device_type=kind,

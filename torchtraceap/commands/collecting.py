@@ -49,7 +49,10 @@ TierOption = Annotated[Tier | None, typer.Option("--tier", help="A selection of 
 Modes = Annotated[
     list[LoopMode] | None, typer.Option("--mode", help="train or infer; repeat for both. Default: both.")
 ]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, xpu, mps ...")]
+Device = Annotated[
+    str,
+    typer.Option("--device", help="auto (all accelerators, else the CPU), cpu, cuda:1, xpu, mps ..."),
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -98,7 +101,8 @@ def collect(
             "--lanes",
             min=1,
             max=16,
-            help="Workloads side by side, one of which has the device. Default: 2 on an accelerator, else 1.",
+            help="Workloads side by side for each device, one of which has it. "
+            "Default: 2 on an accelerator, else 1.",
         ),
     ] = None,
     seed: Seed = 0,
@@ -134,13 +138,7 @@ def collect(
     if world_size is not None and runtime is not LoopRuntime.distributed:
         raise UserError("--world-size counts the ranks of a distributed workload: add --runtime distributed")
     world_size = world_size or 2
-    device, kind = resolve_device(device)
-    if runtime is LoopRuntime.distributed:
-        import torch
-
-        from torchtraceap.collect.devices import of_rank
-
-        of_rank(torch.device(device), world_size - 1)  # the last rank must find a device
+    devices, kind = resolve_devices(device, world_size if runtime is LoopRuntime.distributed else 1)
     if runtime is LoopRuntime.compiled and tier is not None:
         from torchtraceap.collect.compiled import MODELS
 
@@ -160,7 +158,7 @@ def collect(
         report = run(
             plan,
             out,
-            device=device,
+            devices=devices,
             lanes=lanes or (1 if kind == "cpu" else 2),
             resume=resume,
             time_limit=time_limit,
@@ -204,11 +202,11 @@ def choose_models(names: list[str] | None, tier: Tier | None) -> list[str]:
     return models
 
 
-def resolve_device(name: str) -> tuple[str, str]:
-    """The full name and the type of a device.
+def resolve_devices(name: str, size: int = 1) -> tuple[list[str], str]:
+    """The full names of devices, the first of each ``size`` that a workload takes, and their type.
 
     Raises:
-        UserError: There is no such device, or PyTorch is not installed.
+        UserError: There is no such device, or not enough of them, or PyTorch is not installed.
     """
     try:
         import torch  # noqa: F401  before anything that needs it, to tell a missing extra from a bug
@@ -216,8 +214,8 @@ def resolve_device(name: str) -> tuple[str, str]:
         raise UserError("collecting needs PyTorch and models: pip install 'torchtraceap[collect]'") from None
     from torchtraceap.collect import devices
 
-    device = devices.resolve(name)
-    return str(device), device.type
+    found = devices.groups(name, size)
+    return list(map(str, found)), found[0].type
 
 
 @contextmanager

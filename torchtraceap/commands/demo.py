@@ -64,7 +64,7 @@ def demo(
 
     check_output(out, force=resume)
     run, dataset = out / "run", out / "dataset"
-    device, kind = collecting.resolve_device(device)
+    devices, kind = collecting.resolve_devices(device)
 
     plan = _plan(kind, seed)
     console.note(f"1/5 collect: {len(plan)} models on {device}, at most {BUDGET + TIME_LIMIT:.0f} s")
@@ -72,7 +72,7 @@ def demo(
         collected = collect(
             plan,
             run,
-            device=device,
+            devices=devices,
             resume=resume,
             time_limit=TIME_LIMIT,
             event_cap=EVENT_CAP,
