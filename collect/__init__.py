@@ -5,3 +5,6 @@ EVENT_CAP = 60_000
 
 TIME_LIMIT = 600.0
 """Seconds that a workload may take, unless told otherwise."""
+
+SHARD_MB = 45.0
+"""Megabytes of a file of traces at most, unless told otherwise: hosts of Git take no more than 50."""

@@ -147,6 +147,15 @@ def make_plan(
     return jobs
 
 
+def part_of(plan: Sequence[Job], index: int, count: int) -> list[Job]:
+    """Part ``index`` of ``count`` (from 1) of a plan: every ``count``-th job.
+
+    The parts are disjoint, hold tasks and modes as evenly as the plan, and are the jobs of the whole plan
+    unchanged, so that they may be built together. A part may be empty.
+    """
+    return list(plan[index - 1 :: count])
+
+
 def _require_compilable(specs: Sequence[ModelSpec]) -> None:
     from torchtraceap.collect.compiled import MODELS  # imports torch
 

@@ -3,7 +3,8 @@
 A run is a folder:
 
     plan.json              the jobs, written once
-    shards/<job>.parquet   the traces of a finished workload, renamed into place when whole
+    shards/<job>.parquet   the traces of a finished workload, renamed into place when whole; with parts beside
+                           it where that would be too large (dataset/shards.py)
     log.jsonl              one line an end of a workload, appended; locked while the run goes on
     device-<n>.lock        held by the workload that has the n-th device to itself
 
@@ -25,7 +26,7 @@ from typing import IO, Any
 
 import msgspec
 
-from torchtraceap.collect import EVENT_CAP, TIME_LIMIT
+from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT
 from torchtraceap.collect.lane import Lane
 from torchtraceap.collect.plan import Job
 from torchtraceap.collect.server import Request
@@ -74,6 +75,7 @@ def collect(
     resume: bool = False,
     event_cap: int = EVENT_CAP,
     time_limit: float = TIME_LIMIT,
+    shard_mb: float = SHARD_MB,
     budget: float = math.inf,
     on_event: Callable[[JobEvent], None] = lambda event: None,
 ) -> RunReport:
@@ -87,6 +89,7 @@ def collect(
         resume: Allow ``run`` to hold an earlier run of the same plan.
         event_cap: See ``session.run_job``.
         time_limit: Seconds that a workload may take, building and measuring included.
+        shard_mb: Megabytes of a file of traces at most.
         budget: Seconds after which no further workload starts; those that run end in peace.
         on_event: Told of every start, progress and end.
 
@@ -129,7 +132,7 @@ def collect(
                 busy[lane] = job, stages
                 on_event(JobEvent("start", job))
                 request = Request(
-                    job, str(shard_path(run, job)), lane.device, event_cap, time_limit, lane.gate
+                    job, str(shard_path(run, job)), lane.device, event_cap, time_limit, lane.gate, shard_mb
                 )
                 if lane.submit(request):
                     stages.enter("importing the model libraries")

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from torchtraceap import console
+from torchtraceap.collect import SHARD_MB
 from torchtraceap.collect.plan import Job
 from torchtraceap.collect.processes import die_with
 from torchtraceap.errors import UserError
@@ -54,6 +55,7 @@ class Request(msgspec.Struct, frozen=True):
     event_cap: int
     time_limit: float
     gate: str = ""
+    shard_mb: float = SHARD_MB
 
 
 def serve() -> None:
@@ -158,6 +160,7 @@ def _child(request: Request, write: int, server: int) -> None:
             device=request.device,
             event_cap=request.event_cap,
             gate=Path(request.gate) if request.gate else None,
+            shard_mb=request.shard_mb,
             progress=lambda text: say({"event": "progress", "text": text}),
         )
         say({"event": "done", "result": result})

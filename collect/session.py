@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchtraceap.collect import devices, profiling
+from torchtraceap.collect import SHARD_MB, devices, profiling
 from torchtraceap.collect.compiled import absent_when_compiled, compile_network
 from torchtraceap.collect.cutting import keep_steps, steps_below
 from torchtraceap.collect.distributed import World, distribute, join, leave, run_ranks, share_cpu
@@ -37,8 +37,7 @@ from torchtraceap.collect.regions import number_regions
 from torchtraceap.collect.server import WAITING
 from torchtraceap.collect.transfer import carried
 from torchtraceap.collect.twins import Difference, difference, steps_without
-from torchtraceap.dataset.parquet import write_traces
-from torchtraceap.dataset.schema import SESSION_KEY
+from torchtraceap.dataset.shards import MEGABYTE, write_shard
 from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost, Look
@@ -110,9 +109,16 @@ class Injected:
 
 
 def run_job(
-    job: Job, out: Path, *, device: str, event_cap: int, progress: Progress, gate: Path | None = None
+    job: Job,
+    out: Path,
+    *,
+    device: str,
+    event_cap: int,
+    progress: Progress,
+    gate: Path | None = None,
+    shard_mb: float = SHARD_MB,
 ) -> dict[str, Any]:
-    """Collect the traces of one workload into one Parquet file.
+    """Collect the traces of one workload into a shard.
 
     Args:
         job: What to run.
@@ -121,10 +127,11 @@ def run_job(
         event_cap: A trace with more events is cut to two or one of its steps, which is recorded.
         progress: Told in a few words what is going on.
         gate: A lock file to hold while the device is used, if others want it too.
+        shard_mb: A shard above so many megabytes is several files.
 
     Returns:
-        A summary as JSON values: traces, events, segments, states, the injections that found no place, and
-        whether the published traces were marked.
+        A summary as JSON values: traces, files, events, segments, states, the injections that found no place,
+        and whether the published traces were marked.
 
     Raises:
         UserError: Nothing of the plan can be injected here.
@@ -132,12 +139,12 @@ def run_job(
         RuntimeError: A rank of a distributed workload ended early.
     """
     if job.runtime != "distributed":
-        return _run(job, out, device, event_cap, progress, gate)
+        return _run(job, out, device, event_cap, progress, gate, shard_mb)
 
     def main(rank: int, store: Path) -> dict[str, Any]:
         if rank > 0:
-            return _run(job, out, device, event_cap, lambda text: None, None, rank, store)
-        return _run(job, out, device, event_cap, progress, gate, rank, store)
+            return _run(job, out, device, event_cap, lambda text: None, None, shard_mb, rank, store)
+        return _run(job, out, device, event_cap, progress, gate, shard_mb, rank, store)
 
     return run_ranks(job.world_size, main)
 
@@ -149,6 +156,7 @@ def _run(
     event_cap: int,
     progress: Progress,
     gate: Path | None,
+    shard_mb: float,
     rank: int = 0,
     store: Path | None = None,
 ) -> dict[str, Any]:
@@ -180,7 +188,7 @@ def _run(
         with closing(session.loop):
             if store is not None:
                 distribute(session.loop, world)
-            result = session.run(out)
+            result = session.run(out, shard_mb)
         leave()
         return result
 
@@ -242,7 +250,7 @@ class Session:
         self.marked = False
         """Whether profiles that were marked are published, as others did not correspond to them."""
 
-    def run(self, out: Path) -> dict[str, Any]:
+    def run(self, out: Path, shard_mb: float) -> dict[str, Any]:
         """All of it; see :func:`run_job`. Of several ranks the first writes the traces of all."""
         world = self.loop.world
         self.pair_id = world.agreed(secrets.token_hex(8))
@@ -290,9 +298,11 @@ class Session:
             ],
         }
         records.sort(key=lambda record: record.trace_id)  # random: the order of profiling is not published
-        write_traces(out, records, {SESSION_KEY: msgspec.json.encode(provenance).decode()})
+        encoded = msgspec.json.encode(provenance).decode()
+        files = write_shard(out, records, encoded, int(shard_mb * MEGABYTE))
         return {
             "traces": len(records),
+            "files": files,
             "events": sum(len(r.trace) for r in records),
             "segments": sum(len(r.segments) for r in records),
             "states": [f"{one.name}: {one.instance().state}" for one in self.placed],

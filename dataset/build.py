@@ -29,8 +29,8 @@ from torchtraceap.dataset import schema, splits
 from torchtraceap.dataset.attribution import violations
 from torchtraceap.dataset.card import Released, render_card
 from torchtraceap.dataset.features import shard_path
-from torchtraceap.dataset.parquet import read_traces, write_table, write_traces
-from torchtraceap.dataset.shards import CostTests, InstanceKey, read_session, shards_of
+from torchtraceap.dataset.parquet import write_table, write_traces
+from torchtraceap.dataset.shards import CostTests, InstanceKey, read_session, shards_of, traces_of
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.windows import WINDOWS, window_table
 from torchtraceap.errors import UserError
@@ -147,7 +147,7 @@ class _Survey:
         """Read and check a shard."""
         session = read_session(shard)
         hardware_id = self._add_hardware(session.hardware, shard)
-        for record in read_traces(shard):
+        for record in traces_of(shard):
             where = f"{shard}: trace {record.trace_id}"
             check(record, where)
             if record.meta["hardware_id"] != hardware_id:
@@ -274,7 +274,7 @@ class _Writer:
             by_shard[shard].append(trace_id)
         for shard in sorted(by_shard, key=lambda shard: min(by_shard[shard])):
             if not ids.isdisjoint(by_shard[shard]):
-                wanted = [record for record in read_traces(shard) if record.trace_id in ids]
+                wanted = [record for record in traces_of(shard) if record.trace_id in ids]
                 yield from map(self._decided, sorted(wanted, key=lambda record: record.trace_id))
 
     def _decided(self, record: TraceRecord) -> TraceRecord:

@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from torchtraceap.dataset.attribution import violations
-from torchtraceap.dataset.parquet import read_traces
-from torchtraceap.dataset.shards import CostTests, Differing, read_session, shards_of
+from torchtraceap.dataset.shards import CostTests, Differing, read_session, shards_of, traces_of
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.catalogue import grouped
@@ -130,7 +129,7 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
         differences = {one.trace_id: one for one in session.differences}
         found: list[_Seen] = []
         clean: list[tuple[float, float]] = []
-        for record in read_traces(shard):
+        for record in traces_of(shard):
             where = f"{shard}: trace {record.trace_id}"
             tests.add(record, session.p_costly, where)
             try:

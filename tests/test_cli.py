@@ -522,15 +522,40 @@ def test_collect_hands_its_limits_to_the_runner(traceap, monkeypatch, tmp_path):
         return runner.RunReport(left=[job.name for job in plan])
 
     monkeypatch.setattr(runner, "collect", run)
-    limits = ["--lanes", 3, "--budget", 0, "--time-limit", 7, "--event-cap", 9, "--resume"]
+    limits = ["--lanes", 3, "--budget", 0, "--time-limit", 7, "--event-cap", 9, "--shard-mb", 1.5, "--resume"]
     code, text, _ = traceap(
         "collect", "-o", tmp_path / "run", "--model", "timm/resnet18", "--device", "cpu", *limits
     )
     assert code == 0
     assert given == {
         "devices": ["cpu"], "lanes": 3, "budget": 0, "time_limit": 7, "event_cap": 9, "resume": True,
+        "shard_mb": 1.5,
     }  # fmt: skip
     assert "2 workloads did not start within the budget; --resume runs them\n" in text
+
+
+def test_parts_of_a_plan_are_disjoint_and_make_up_the_whole(traceap, monkeypatch, tmp_path):
+    plans = []
+
+    def run(plan, out, *, on_event, **options):
+        plans.append(plan)
+        return runner.RunReport()
+
+    monkeypatch.setattr(runner, "collect", run)
+    base = ["collect", "-o", tmp_path / "run", "--device", "cpu", "--model", "timm/resnet18"]
+    base += ["--model", "timm/mobilenetv3_large_100"]
+    for options in ([], ["--part", "1/3"], ["--part", "2/3"], ["--part", "3/3"]):
+        assert traceap(*base, *options)[0] == 0
+    whole, *parts = plans
+    assert [len(part) for part in parts] == [2, 1, 1]
+    assert [parts[0][0], parts[1][0], parts[2][0], parts[0][1]] == whole
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "-1/2", "1/0", "one/two"])
+def test_a_part_that_there_is_not_is_refused(traceap, tmp_path, part):
+    code, _, err = traceap("collect", "-o", tmp_path / "run", "--tier", "small", f"--part={part}")
+    assert code == 2
+    assert f"--part {part}: say which part of how many, from 1/N to N/N" in err
 
 
 @pytest.mark.slow

@@ -146,6 +146,7 @@ def test_traces_of_a_workload(tmp_path: Path) -> None:
     assert len(records) == 3
     assert summary == {
         "traces": 3,
+        "files": 1,
         "events": sum(len(record.trace) for record in records),
         "segments": len(copy.segments) + len(optimizer.segments),
         "states": ["redundant_copy/clone: costly", "unfused_optimizer/for_loop: benign"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchtraceap import console
-from torchtraceap.collect import EVENT_CAP, TIME_LIMIT
+from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT
 from torchtraceap.commands._options import Json, Seed, TimeLimit
 from torchtraceap.errors import UserError
 
@@ -110,6 +111,23 @@ def collect(
     event_cap: Annotated[
         int, typer.Option("--event-cap", min=1, help="A trace with more events is cut to fewer steps.")
     ] = EVENT_CAP,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--part",
+            metavar="I/N",
+            help="The I-th of N parts of the plan, for a RUN of its own; `build` takes all of them.",
+        ),
+    ] = None,
+    shard_mb: Annotated[
+        float,
+        typer.Option(
+            "--shard-mb",
+            min=0.1,
+            max=1e6,
+            help="A workload's traces go into files of so many megabytes at most; a trace is never cut.",
+        ),
+    ] = SHARD_MB,
     budget: Annotated[
         float,
         typer.Option(
@@ -128,13 +146,14 @@ def collect(
 
     Exit code 1 when a workload failed; the others are kept, and --resume tries the failed ones again.
     """
-    from torchtraceap.collect.plan import make_plan
+    from torchtraceap.collect.plan import make_plan, part_of
     from torchtraceap.collect.runner import collect as run
     from torchtraceap.labels.pattern import PATTERNS
 
     models = choose_models(model, tier)  # a wrong name is told before the seconds that torch takes to import
     for name in pattern or ():
         PATTERNS[name]
+    index, count = _part(part)
     if world_size is not None and runtime is not LoopRuntime.distributed:
         raise UserError("--world-size counts the ranks of a distributed workload: add --runtime distributed")
     world_size = world_size or 2
@@ -154,6 +173,7 @@ def collect(
         world_size=world_size,
         seed=seed,
     )
+    plan = part_of(plan, index, count)
     with following(len(plan)) as show:
         report = run(
             plan,
@@ -163,6 +183,7 @@ def collect(
             resume=resume,
             time_limit=time_limit,
             event_cap=event_cap,
+            shard_mb=shard_mb,
             budget=budget,
             on_event=show,
         )
@@ -178,6 +199,16 @@ def collect(
         print_failures(report)
     if report.failed:
         raise typer.Exit(PARTLY_FAILED)
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    """What ``--part`` says: which part, from 1, of how many."""
+    if text is None:
+        return 1, 1
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--part {text}: say which part of how many, from 1/N to N/N")
+    return int(match[1]), int(match[2])
 
 
 def print_failures(report: RunReport) -> None:
