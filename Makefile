@@ -61,8 +61,10 @@ format: env ## rewrite the code in the project's format
 	$(BIN)/ruff format $(CODE)
 
 .PHONY: docs
-docs: env ## write docs/patterns.md from the catalogue
+docs: env ## write docs/patterns.md and docs/zoo.md, and the counts in README.md
 	$(BIN)/traceap patterns list --markdown > docs/patterns.md
+	$(BIN)/traceap zoo list --markdown > docs/zoo.md
+	$(BIN)/python -m torchtraceap.collect.listing README.md
 
 .PHONY: demo
 demo: env ## collect, label, build, detect and score on this machine (minutes)

@@ -6,5 +6,8 @@ EVENT_CAP = 60_000
 TIME_LIMIT = 600.0
 """Seconds that a workload may take, unless told otherwise."""
 
+CHECK_TIME_LIMIT = 300.0
+"""Seconds that `traceap zoo check` gives a model, unless told otherwise."""
+
 SHARD_MB = 45.0
 """Megabytes of a file of traces at most, unless told otherwise: hosts of Git take no more than 50."""

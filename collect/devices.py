@@ -17,6 +17,9 @@ from torch.profiler import ProfilerActivity
 
 from torchtraceap.errors import UserError
 
+BESIDE_THREADS = 4
+"""CPU threads of a workload on an accelerator."""
+
 LIBRARIES = ("torch", "torchvision", "timm", "diffusers", "transformers", "segmentation-models-pytorch")
 
 
@@ -36,6 +39,21 @@ def resolve(name: str) -> torch.device:
         if f"{device.type}:{device.index or 0}" in (*here, "cpu:0"):
             return device
     raise UserError(f"no device {name!r}; here are: {', '.join(here)}")
+
+
+def prepare(name: str, rank: int = 0) -> torch.device:
+    """The device called ``name``, or the one of ``rank`` beside it, as the one that this process works on.
+
+    Raises:
+        UserError: See :func:`of_rank`.
+    """
+    device = of_rank(resolve(name), rank) if rank else resolve(name)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+        torch.set_float32_matmul_precision("high")
+        # What this process computes on the CPU must leave cores to the one whose step time is measured.
+        torch.set_num_threads(min(BESIDE_THREADS, torch.get_num_threads()))
+    return device
 
 
 def groups(name: str, size: int = 1) -> list[torch.device]:
@@ -78,6 +96,21 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device; nothing to do on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def take_peak(device: torch.device) -> int:
+    """The most bytes that tensors had on an accelerator since the last call; 0 where it does not say."""
+    if device.type == "mps":  # it counts no peak
+        return 0
+    peak = torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that no tensor has back to the device, for other processes."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:

@@ -63,7 +63,7 @@ class Lane:
             assert self._process is not None
             status = self._process.wait()
             error = f"the fork server died (exit status {status}); see {self._stderr}"
-            told.append({"event": "failed", "error": error})
+            told.append({"event": "failed", "error": error, "kind": "killed"})
         return told
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -64,6 +64,15 @@ class Job(msgspec.Struct, frozen=True):
         return f"{model}_{self.mode}_b{self.batch_size}{runtime}"
 
 
+class Order(msgspec.Struct, frozen=True):
+    """What the process of a job is told: see ``session.run_job`` for the fields."""
+
+    job: Job
+    out: str
+    event_cap: int
+    shard_mb: float
+
+
 def make_plan(
     models: Sequence[str],
     *,
@@ -105,7 +114,7 @@ def make_plan(
     used: Counter[str] = Counter()
     seen: Counter[tuple[str, str]] = Counter()
     jobs = []
-    for spec, mode in _in_turns(specs, list(dict.fromkeys(modes))):
+    for spec, mode in _with_modes(in_turns(specs), list(dict.fromkeys(modes))):
         sizes = spec.batch_sizes[kind][mode]
         if not sizes or (runtime == "distributed" and mode != "train"):
             continue
@@ -166,12 +175,16 @@ def _require_compilable(specs: Sequence[ModelSpec]) -> None:
         )
 
 
-def _in_turns(specs: Sequence[ModelSpec], modes: Sequence[Mode]) -> Iterator[tuple[ModelSpec, Mode]]:
-    """Every model in every mode: tasks by turns, each model in one mode before any is in its second."""
+def in_turns(specs: Iterable[ModelSpec]) -> list[ModelSpec]:
+    """The models with tasks by turns."""
     by_task: dict[str, list[ModelSpec]] = {}
     for spec in specs:
         by_task.setdefault(spec.task, []).append(spec)
-    turns = [spec for turn in zip_longest(*by_task.values()) for spec in turn if spec is not None]
+    return [spec for turn in zip_longest(*by_task.values()) for spec in turn if spec is not None]
+
+
+def _with_modes(turns: Sequence[ModelSpec], modes: Sequence[Mode]) -> Iterator[tuple[ModelSpec, Mode]]:
+    """Every model in every mode, each in one mode before any is in its second."""
     for shift in range(len(modes)):
         for place, spec in enumerate(turns):
             yield spec, modes[(place + shift) % len(modes)]

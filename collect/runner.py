@@ -20,28 +20,55 @@ import select
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT
 from torchtraceap.collect.lane import Lane
-from torchtraceap.collect.plan import Job
+from torchtraceap.collect.plan import Job, Order
 from torchtraceap.collect.server import Request
 from torchtraceap.errors import UserError
 from torchtraceap.files import replacing
 
 
-class JobEvent(msgspec.Struct, frozen=True):
-    """What the runner tells its caller: ``start``, ``progress``, ``done``, ``failed`` or ``skipped``.
+class Named(Protocol):
+    """A job as the runner sees it: a structure of msgspec with a name that no other of its plan has."""
 
-    ``skipped`` is a job whose shard is there already. ``result`` is the summary of a finished job.
+    @property
+    def name(self) -> str: ...
+
+
+AnyJob = TypeVar("AnyJob", bound=Named)
+
+
+@dataclass(frozen=True)
+class Work(Generic[AnyJob]):
+    """What a run does with its jobs.
+
+    Attributes:
+        kind: A key of ``server.WORK``.
+        arguments: What the process of a job is told, as a structure of msgspec.
+        shard: The file that a finished job has left; without one, a job is finished that the log calls done.
     """
 
     kind: str
-    job: Job
+    arguments: Callable[[AnyJob], Any]
+    shard: Callable[[AnyJob], Path] | None = None
+
+
+class JobEvent(msgspec.Struct, frozen=True):
+    """What the runner tells its caller: ``start``, ``progress``, ``done``, ``failed`` or ``skipped``.
+
+    ``skipped`` is a job that was finished before. ``result`` is the summary of a finished job.
+    """
+
+    kind: str
+    job: Any
     text: str = ""
     seconds: float = 0.0
     result: dict[str, Any] | None = None
@@ -79,23 +106,59 @@ def collect(
     budget: float = math.inf,
     on_event: Callable[[JobEvent], None] = lambda event: None,
 ) -> RunReport:
-    """Run every job of ``plan`` whose shard is missing, going on past failures.
+    """Collect the traces of every job of ``plan`` whose shard is missing.
 
     Args:
-        plan: The jobs; their names must be unique.
+        plan: The jobs.
+        event_cap, shard_mb: See ``session.run_job``.
+
+    For the others see :func:`run_jobs`. Of a distributed workload a device is where its rank 0 runs.
+    """
+
+    def arguments(job: Job) -> Order:
+        return Order(job, str(shard_path(run, job)), event_cap, shard_mb)
+
+    return run_jobs(
+        plan,
+        run,
+        Work("collect", arguments, partial(shard_path, run)),
+        devices=devices,
+        lanes=lanes,
+        resume=resume,
+        time_limit=time_limit,
+        budget=budget,
+        on_event=on_event,
+    )
+
+
+def run_jobs(
+    jobs: Sequence[AnyJob],
+    run: Path,
+    work: Work[AnyJob],
+    *,
+    devices: Sequence[str],
+    lanes: int = 1,
+    resume: bool = False,
+    time_limit: float = TIME_LIMIT,
+    budget: float = math.inf,
+    on_event: Callable[[JobEvent], None] = lambda event: None,
+) -> RunReport:
+    """Run every job that is not finished, going on past failures.
+
+    Args:
+        jobs: The plan; their names must be unique.
         run: Folder to write to.
-        devices: Where the workloads run; of a distributed workload, where its rank 0 does.
-        lanes: Workloads side by side for each device, of which one at a time has it.
+        work: What is done with them.
+        devices: Where the workloads run.
+        lanes: Workloads side by side for each device.
         resume: Allow ``run`` to hold an earlier run of the same plan.
-        event_cap: See ``session.run_job``.
-        time_limit: Seconds that a workload may take, building and measuring included.
-        shard_mb: Megabytes of a file of traces at most.
+        time_limit: Seconds that a workload may take, waiting for the device not included.
         budget: Seconds after which no further workload starts; those that run end in peace.
         on_event: Told of every start, progress and end.
 
     Returns:
         What was made, and what failed why. An interrupt (Ctrl-C) stops the workloads that run and raises
-        KeyboardInterrupt; finished shards stay.
+        KeyboardInterrupt; finished ones stay.
 
     Raises:
         UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given.
@@ -103,10 +166,14 @@ def collect(
 
     report = RunReport()
     begin = time.monotonic()
-    with _claimed(run, plan, resume) as log, ExitStack() as opened:
-        waiting: deque[Job] = deque()
-        for job in plan:
-            if shard_path(run, job).exists():
+    with _claimed(run, jobs, resume) as log, ExitStack() as opened:
+        if work.shard is None:
+            finished = {name for name, ended in read_log(run).items() if ended["event"] == "done"}
+        else:
+            finished = {job.name for job in jobs if work.shard(job).exists()}
+        waiting: deque[AnyJob] = deque()
+        for job in jobs:
+            if job.name in finished:
                 report.skipped.append(job.name)
                 on_event(JobEvent("skipped", job))
             else:
@@ -119,7 +186,7 @@ def collect(
             )
             for device, n in places
         )
-        busy: dict[Lane, tuple[Job, _Stages]] = {}
+        busy: dict[Lane, tuple[AnyJob, _Stages]] = {}
         while waiting or busy:
             if time.monotonic() - begin > budget:
                 report.left += [job.name for job in waiting]
@@ -131,10 +198,8 @@ def collect(
                 stages = _Stages()
                 busy[lane] = job, stages
                 on_event(JobEvent("start", job))
-                request = Request(
-                    job, str(shard_path(run, job)), lane.device, event_cap, time_limit, lane.gate, shard_mb
-                )
-                if lane.submit(request):
+                arguments = msgspec.Raw(msgspec.json.encode(work.arguments(job)))
+                if lane.submit(Request(work.kind, arguments, lane.device, time_limit, lane.gate)):
                     stages.enter("importing the model libraries")
                     on_event(JobEvent("progress", job, "importing the model libraries"))
             for lane in select.select(list(busy), [], [])[0]:
@@ -146,13 +211,26 @@ def collect(
                     else:
                         del busy[lane]
                         idle.append(lane)
-                        _record(report, job, event, stages.seconds(), log, on_event)
+                        _record(report, job, event, stages, log, on_event)
     report.seconds = time.monotonic() - begin
     return report
 
 
+def read_log(run: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each job in ``log.jsonl``, by name.
+
+    A line that is no whole one is passed over: the disk was full, or the machine went down.
+    """
+    ends: dict[str, dict[str, Any]] = {}
+    for line in (run / "log.jsonl").read_bytes().splitlines():
+        with suppress(msgspec.DecodeError, KeyError, TypeError):
+            entry = msgspec.json.decode(line)
+            ends[entry["job"]] = entry
+    return ends
+
+
 @contextmanager
-def _claimed(run: Path, plan: Sequence[Job], resume: bool) -> Iterator[IO[bytes]]:
+def _claimed(run: Path, plan: Sequence[Named], resume: bool) -> Iterator[IO[bytes]]:
     """Make ``run`` the folder of ``plan``, ours alone while the block runs, and yield its log."""
     names = Counter(job.name for job in plan)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -171,7 +249,7 @@ def _claimed(run: Path, plan: Sequence[Job], resume: bool) -> Iterator[IO[bytes]
         yield log
 
 
-def _write_or_match(run: Path, plan: Sequence[Job], resume: bool) -> None:
+def _write_or_match(run: Path, plan: Sequence[Named], resume: bool) -> None:
     path = run / "plan.json"
     encoded = msgspec.json.format(msgspec.json.encode(list(plan)))
     if path.exists():
@@ -186,28 +264,28 @@ def _write_or_match(run: Path, plan: Sequence[Job], resume: bool) -> None:
     else:
         with replacing(path) as temporary:
             temporary.write_bytes(encoded)
-    # Last: a folder that has it and no plan, because the disk was full, would pass for somebody else's.
-    (run / "shards").mkdir(exist_ok=True)
 
 
 def _record(
     report: RunReport,
-    job: Job,
+    job: Named,
     final: dict[str, Any],
-    stages: dict[str, float],
+    stages: _Stages,
     log: IO[bytes],
     on_event: Callable[[JobEvent], None],
 ) -> None:
-    seconds = sum(stages.values())
+    by_stage = stages.seconds()
+    seconds = sum(by_stage.values())
     if final["event"] == "done":
         result = final["result"]
         report.done.append(job.name)
-        report.traces += result["traces"]
+        report.traces += result.get("traces", 0)
         on_event(JobEvent("done", job, seconds=seconds, result=result))
     else:
         report.failed[job.name] = final["error"]
+        final = {"stage": stages.last, **final}
         on_event(JobEvent("failed", job, text=final["error"], seconds=seconds))
-    rounded = {stage: round(spent, 2) for stage, spent in stages.items()}
+    rounded = {stage: round(spent, 2) for stage, spent in by_stage.items()}
     line = msgspec.json.encode({"job": job.name, "seconds": rounded, **final}) + b"\n"
     try:
         log.write(line)
@@ -222,11 +300,17 @@ class _Stages:
         self._entered = [("starting", time.monotonic())]
 
     def enter(self, text: str) -> None:
-        self._entered.append((text.split()[0], time.monotonic()))
+        self._entered.append((text, time.monotonic()))
+
+    @property
+    def last(self) -> str:
+        """What it said last that it is doing."""
+        return self._entered[-1][0]
 
     def seconds(self) -> dict[str, float]:
         spent: dict[str, float] = {}
         ends = [begin for _, begin in self._entered[1:]] + [time.monotonic()]
-        for (stage, begin), end in zip(self._entered, ends, strict=True):
+        for (text, begin), end in zip(self._entered, ends, strict=True):
+            stage = text.split()[0]
             spent[stage] = spent.get(stage, 0.0) + end - begin
         return spent

@@ -6,30 +6,29 @@ hang in their first backward pass, so everything with threads (progress, Ray) li
 process. When standard input closes, because the runner ended or was killed, the server kills its child and
 ends.
 
-    <- {"job": {...}, "out": "...", "device": "cuda:0", "event_cap": 60000, "time_limit": 600.0,
+    <- {"work": "collect", "arguments": {...}, "device": "cuda:0", "time_limit": 600.0,
         "gate": "run/device-0.lock"}
     -> {"event": "progress", "text": "measuring host_sync/item"}
-    -> {"event": "done", "result": {...}}   or   {"event": "failed", "error": "one line"}
+    -> {"event": "done", "result": {...}}
+       or   {"event": "failed", "error": "one line", "kind": "out_of_memory"}  (collect/failures.py)
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import select
 import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from torchtraceap import console
-from torchtraceap.collect import SHARD_MB
-from torchtraceap.collect.plan import Job
+from torchtraceap.collect.failures import Failed, Failure, Kind, describe
 from torchtraceap.collect.processes import die_with
 from torchtraceap.errors import UserError
 
@@ -39,6 +38,9 @@ LIBRARIES = (
 )  # fmt: skip
 """What every child would else import anew: our own session, with the profiler and scipy, is 1.4 s of it."""
 
+WORK = {"collect": "torchtraceap.collect.session", "check": "torchtraceap.collect.check"}
+"""Kinds of workloads: the module whose ``run_request(request, progress)`` returns the result as JSON."""
+
 POLL_SECONDS = 1.0
 WAITING = "waiting for the device"
 """What a workload says when it waits for others to be done with the device."""
@@ -47,15 +49,16 @@ _CHUNK = 1 << 16
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One workload for the server."""
+    """One workload for the server: a kind of :data:`WORK`, what that takes, and what is alike for all.
 
-    job: Job
-    out: str
+    ``gate`` is a lock file of the device if others use it too, else empty.
+    """
+
+    work: str
+    arguments: msgspec.Raw
     device: str
-    event_cap: int
     time_limit: float
     gate: str = ""
-    shard_mb: float = SHARD_MB
 
 
 def serve() -> None:
@@ -72,8 +75,6 @@ def serve() -> None:
 
 
 def _import_all() -> None:
-    import importlib
-
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Libraries ask at import whether there is a GPU. Through the CUDA runtime that would forbid its use in
     # forked children; through NVML it does not.
@@ -100,7 +101,7 @@ def _run_one(request: Request, events: Any, requests: Lines) -> None:
         _kill(pid)  # loader workers too; a finished child has nothing left to lose
         _, status = os.waitpid(pid, 0)
         os.close(read)
-    events.write((final or _failed(_death(status))) + b"\n")
+    events.write((final or _death(status)) + b"\n")
 
 
 def _follow(request: Request, pid: int, child: Lines, events: Any, requests: Lines) -> bytes:
@@ -131,7 +132,7 @@ def _follow(request: Request, pid: int, child: Lines, events: Any, requests: Lin
                 return b""
         elif ended:
             return b""
-    return _failed(f"time limit of {request.time_limit:g} s reached")
+    return _failed(f"time limit of {request.time_limit:g} s reached", "time_limit")
 
 
 def _has_ended(pid: int) -> bool:
@@ -152,24 +153,14 @@ def _child(request: Request, write: int, server: int) -> None:
         os.write(write, msgspec.json.encode(message) + b"\n")
 
     try:
-        from torchtraceap.collect.session import run_job
-
-        result = run_job(
-            request.job,
-            Path(request.out),
-            device=request.device,
-            event_cap=request.event_cap,
-            gate=Path(request.gate) if request.gate else None,
-            shard_mb=request.shard_mb,
-            progress=lambda text: say({"event": "progress", "text": text}),
-        )
+        run = importlib.import_module(WORK[request.work]).run_request
+        result = run(request, lambda text: say({"event": "progress", "text": text}))
         say({"event": "done", "result": result})
-    except UserError as error:
-        say({"event": "failed", "error": console.visible(error)})
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the disk may be full
-            traceback.print_exc()  # to the log; the event is one line
-        say({"event": "failed", "error": _one_line(error, request.job)})
+        if not isinstance(error, UserError | Failed):
+            with contextlib.suppress(OSError):  # the disk may be full
+                traceback.print_exc()  # to the log; the event is one line
+        say({"event": "failed", **msgspec.to_builtins(describe(error))})
     finally:
         with contextlib.suppress(OSError, ValueError):  # ValueError: the model closed them
             sys.stdout.flush()
@@ -177,23 +168,16 @@ def _child(request: Request, write: int, server: int) -> None:
         os._exit(0)
 
 
-def _one_line(error: BaseException, job: Job) -> str:
-    if type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory at batch {job.batch_size}: choose a smaller batch or a larger device"
-    text = str(error).strip().splitlines()
-    return console.visible(f"{type(error).__name__}: {text[0][:300] if text else 'no message'}")
-
-
-def _death(status: int) -> str:
+def _death(status: int) -> bytes:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
-        return f"killed by {signal.Signals(number).name}{hint}"
-    return f"ended without a word (exit status {os.waitstatus_to_exitcode(status)})"
+        return _failed(f"killed by {signal.Signals(number).name}{hint}", "killed")
+    return _failed(f"ended without a word (exit status {os.waitstatus_to_exitcode(status)})", "error")
 
 
-def _failed(error: str) -> bytes:
-    return msgspec.json.encode({"event": "failed", "error": error})
+def _failed(error: str, kind: Kind) -> bytes:
+    return msgspec.json.encode({"event": "failed", **msgspec.to_builtins(Failure(error, kind))})
 
 
 def _kill(pid: int) -> None:

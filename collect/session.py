@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import random
 import secrets
@@ -32,9 +31,10 @@ from torchtraceap.collect.measure import (
 )
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.native import natives, unpaired
-from torchtraceap.collect.plan import Injection, Job, settles_slowly
+from torchtraceap.collect.plan import Injection, Job, Order, settles_slowly
+from torchtraceap.collect.processes import locked
 from torchtraceap.collect.regions import number_regions
-from torchtraceap.collect.server import WAITING
+from torchtraceap.collect.server import WAITING, Request
 from torchtraceap.collect.transfer import carried
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.shards import MEGABYTE, write_shard
@@ -46,9 +46,6 @@ from torchtraceap.labels.segments import covered
 from torchtraceap.labels.types import Instance, Segment, State
 
 WARMUP_STEPS = 3
-BESIDE_THREADS = 4
-"""CPU threads of a workload on an accelerator."""
-
 ATTEMPTS = 3
 """Profiles with markers that are taken of an arm until one corresponds to the one without."""
 
@@ -108,6 +105,20 @@ class Injected:
         )
 
 
+def run_request(request: Request, progress: Progress) -> dict[str, Any]:
+    """Run the job of a request to the fork server; in this process."""
+    order = msgspec.json.decode(request.arguments, type=Order)
+    return run_job(
+        order.job,
+        Path(order.out),
+        device=request.device,
+        event_cap=order.event_cap,
+        shard_mb=order.shard_mb,
+        gate=Path(request.gate) if request.gate else None,
+        progress=progress,
+    )
+
+
 def run_job(
     job: Job,
     out: Path,
@@ -161,13 +172,8 @@ def _run(
     store: Path | None = None,
 ) -> dict[str, Any]:
     """The workload, or one rank of it: those of a distributed workload find each other through ``store``."""
-    where = devices.of_rank(devices.resolve(device), rank) if store else devices.resolve(device)
-    if where.type != "cpu":
-        torch.accelerator.set_device_index(where.index or 0)
-        torch.set_float32_matmul_precision("high")
-        # What this process computes on the CPU must leave cores to the one whose step time is measured.
-        torch.set_num_threads(min(BESIDE_THREADS, torch.get_num_threads()))
-    elif store is not None:
+    where = devices.prepare(device, rank)
+    if store is not None and where.type == "cpu":
         share_cpu(job.world_size)
     progress("building")
     world = World()
@@ -176,7 +182,7 @@ def _run(
         def take_device() -> None:
             if gate is not None:
                 progress(WAITING)
-                held.enter_context(_locked(gate))
+                held.enter_context(locked(gate))
                 progress("placing")
             if store is not None:  # no rank uses its device before rank 0 may
                 nonlocal world
@@ -191,16 +197,6 @@ def _run(
             result = session.run(out, shard_mb)
         leave()
         return result
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # goes with this process and its workers, however they end
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # loader workers forked meanwhile hold the file open
 
 
 class Session:

@@ -16,7 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from torchtraceap.collect import server
+from torchtraceap.collect.check import Check
+from torchtraceap.collect.failures import Failed, Failure
+from torchtraceap.collect.plan import Order
 from torchtraceap.files import replacing
 
 RESULT = {"traces": 2, "events": 20, "segments": 3, "states": [], "skipped": []}
@@ -98,10 +103,28 @@ def _with_worker(progress: Progress) -> None:
     progress(f"pids {os.getppid()} {os.getpid()} {worker.pid}")
 
 
-def run_job(job: Any, out: Path, *, progress: Progress, **_: Any) -> dict[str, Any]:
-    """Stands for ``session.run_job``: the model's name says what happens."""
-    globals()[job.model.split("/")[1].split(".")[0]](out, progress)
+def run_request(request: server.Request, progress: Progress) -> dict[str, Any]:
+    """Stands for ``session.run_request``: the model's name says what happens."""
+    order = msgspec.json.decode(request.arguments, type=Order)
+    out = Path(order.out)
+    out.parent.mkdir(exist_ok=True)
+    globals()[order.job.model.split("/")[1].split(".")[0]](out, progress)
     return RESULT
+
+
+def run_check(request: server.Request, progress: Progress) -> dict[str, Any]:
+    """Stands for ``check.run_request``, likewise."""
+    one = msgspec.json.decode(request.arguments, type=Check)
+    progress("infer at batch 4")
+    result = {
+        "build_s": 0.5,
+        "alone": False,
+        "cases": [{"mode": "infer", "batch_size": 4, "step_ms": 1.5, "peak_mib": 8.0, "error": ""}],
+    }
+    if "half" in one.model:
+        raise Failed(Failure("train at batch 4: no", result=result))
+    globals()[one.model.split("/")[1]](Path(os.devnull), progress)
+    return result
 
 
 def main() -> None:
@@ -116,8 +139,12 @@ def main() -> None:
         measure.LOOKS, measure.LEAST_REPORT_PAIRS, session.WARMUP_STEPS = (2,), 2, 1
     else:
         fake = types.ModuleType("torchtraceap.collect.session")
-        fake.__dict__["run_job"] = run_job
+        fake.__dict__["run_request"] = run_request
         sys.modules[fake.__name__] = fake
+        fake_check = types.ModuleType("fake_check")
+        fake_check.__dict__["run_request"] = run_check
+        sys.modules[fake_check.__name__] = fake_check
+        server.WORK["check"] = fake_check.__name__
         server.LIBRARIES = ()
     server.serve()
 

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from torchtraceap import __version__, console
-from torchtraceap.commands import auditing, catalogue, collecting, data, demo, quality, scoring
+from torchtraceap.commands import auditing, catalogue, checking, collecting, data, demo, quality, scoring
 from torchtraceap.errors import UserError
 
 INCOMPLETE = 1
@@ -51,7 +51,7 @@ def _start(
         typer.echo(context.get_help())
 
 
-for _module in (catalogue, collecting, data, auditing, quality, scoring, demo):
+for _module in (catalogue, checking, collecting, data, auditing, quality, scoring, demo):
     _module.add_to(app)
 
 

@@ -17,6 +17,29 @@ Split = Annotated[str, typer.Option("--split", help="train, validation, test, or
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1, max=1e6, help="Seconds that a workload may take.")
 ]
+Task = Annotated[str, typer.Option("--task", help="Only models of this task, for example detection.")]
+Source = Annotated[str, typer.Option("--source", help="Only models of this library.")]
+Family = Annotated[str, typer.Option("--family", help="Only models of this family or with such a backbone.")]
+MinParams = Annotated[
+    float,
+    typer.Option(
+        "--min-params",
+        min=0,
+        metavar="M",
+        help="Only models of at least M million parameters.",
+        show_default=False,
+    ),
+]
+MaxParams = Annotated[
+    float,
+    typer.Option(
+        "--max-params",
+        min=0,
+        metavar="M",
+        help="Only models of at most M million parameters.",
+        show_default=False,
+    ),
+]
 Dataset = Annotated[Path, typer.Argument(metavar="DATASET", help="Folder that `traceap build` made.")]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import typer
 
 from torchtraceap import console
-from torchtraceap.commands._options import Json
-from torchtraceap.errors import UserError
+from torchtraceap.commands._options import Family, Json, MaxParams, MinParams, Source, Task
 
 FACTS = ("group", "scope", "lanes", "mechanism", "needs", "modes", "precondition", "belongs")
 """What ``patterns show`` prints in a line each."""
@@ -32,35 +32,47 @@ def _group() -> None:
     """Keep a group a group while it has one command only."""
 
 
-@zoo.command("list", epilog="Example: traceap zoo list --task detection --json")
+@zoo.command("list", epilog="Example: traceap zoo list --task detection --max-params 50")
 def zoo_list(
-    task: Annotated[str, typer.Option("--task", help="Only this task, for example detection.")] = "",
-    source: Annotated[str, typer.Option("--source", help="Only models of this library.")] = "",
+    task: Task = "",
+    source: Source = "",
+    family: Family = "",
+    min_params: MinParams = 0.0,
+    max_params: MaxParams = math.inf,
     small: Annotated[bool, typer.Option("--small", help="Only the tier that a CPU runs in seconds.")] = False,
     as_json: Json = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/zoo.md: all models, with all facts.")
+    ] = False,
 ) -> None:
     """List the models of the zoo."""
-    from torchtraceap.collect.model import ZOO, describe
-    from torchtraceap.dataset.schema import TASKS
+    from torchtraceap.collect.listing import page, select
+    from torchtraceap.collect.model import describe
 
-    if task and task not in TASKS:
-        raise UserError(f"Unknown task {task!r}. Available: {', '.join(TASKS)}.")
-    rows = [
-        describe(spec)
-        for spec in ZOO
-        if (not task or spec.task == task)
-        and (not source or spec.source == source)
-        and (not small or spec.small)
-    ]
+    if markdown:
+        print(page(), end="")
+        return
+    chosen = select(
+        task=task, source=source, family=family, small=small, min_params=min_params, max_params=max_params
+    )
+    rows = [describe(spec) for spec in chosen]
     if as_json:
         console.emit_json(rows)
         return
+    families = len({spec.family for spec in chosen})
     console.table(
-        f"{len(rows)} models",
-        ("model", "task", "backbone", "modes", "Mparams"),
+        f"{len(rows)} models of {families} families",
+        ("model", "task", "family", "backbone", "modes", "Mparams"),
         [
-            (r["name"], r["task"], r["backbone_family"], ", ".join(r["modes"]), f"{r['params_m']:.1f}")
-            for r in rows
+            (
+                spec.name,
+                spec.task,
+                spec.family,
+                "" if spec.backbone_family == spec.family else spec.backbone_family,
+                ", ".join(spec.modes),
+                f"{spec.params_m:.1f}",
+            )
+            for spec in chosen
         ],
         numeric=1,
     )

@@ -54,6 +54,17 @@ Device = Annotated[
     str,
     typer.Option("--device", help="auto (all accelerators, else the CPU), cpu, cuda:1, xpu, mps ..."),
 ]
+Budget = Annotated[
+    float,
+    typer.Option(
+        "--budget",
+        min=0,
+        metavar="SECONDS",
+        help="Start no workload after so long; --resume goes on. Plans are ordered so that what is done "
+        "by then is a fair part.",
+        show_default=False,
+    ),
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -128,17 +139,7 @@ def collect(
             help="A workload's traces go into files of so many megabytes at most; a trace is never cut.",
         ),
     ] = SHARD_MB,
-    budget: Annotated[
-        float,
-        typer.Option(
-            "--budget",
-            min=0,
-            metavar="SECONDS",
-            help="Start no workload after so long; --resume goes on. Plans are ordered so that what is done "
-            "by then is a fair part.",
-            show_default=False,
-        ),
-    ] = math.inf,
+    budget: Budget = math.inf,
     resume: Annotated[bool, typer.Option("--resume", help="Finish the run that RUN holds.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -263,7 +264,8 @@ def following(total: int) -> Iterator[Callable[[JobEvent], None]]:
             bar.advance(task)
             if event.kind == "done":
                 result = event.result or {}
-                told = [f"{result.get('traces', 0)} traces, {event.seconds:.0f} s", *result.get("states", ())]
+                traces = [f"{result['traces']} traces"] if "traces" in result else []
+                told = [", ".join([*traces, f"{event.seconds:.0f} s"]), *result.get("states", ())]
                 console.note(f"{name}: {'; '.join(told)}")
             elif event.kind == "failed":
                 console.note(f"{name}: failed after {event.seconds:.0f} s: {event.text}")

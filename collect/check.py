@@ -1,0 +1,378 @@
+"""Which models of the zoo run on a machine: each is built and steps at the batch sizes of its row.
+
+The folder of a check is that of a run (collect/runner.py) without shards: what came of a model is in its line
+of ``log.jsonl``. When a check ends, all of it is in ``check.json``, which is the file to keep.
+
+Lanes share the device here, as a check measures no cost: a model may take memory that another would need. So
+what does not fit beside others is tried once more alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from torchtraceap.collect import CHECK_TIME_LIMIT
+from torchtraceap.collect.failures import Failed, Failure, describe
+from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
+from torchtraceap.collect.plan import in_turns
+from torchtraceap.collect.processes import locked
+from torchtraceap.collect.runner import JobEvent, RunReport, Work, read_log, run_jobs
+from torchtraceap.dataset.schema import MODES
+from torchtraceap.errors import UserError
+from torchtraceap.files import write_text
+from torchtraceap.labels.pattern import Mode
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchtraceap.collect.server import Request
+
+STATES = ("passed", "failed", "left", "not run")
+
+MIB = 2**20
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A mode and a batch size."""
+
+    mode: Mode
+    batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.mode} at batch {self.batch_size}"
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A model and what it has to do; small batches first."""
+
+    model: str
+    cases: list[Case]
+
+    @property
+    def name(self) -> str:
+        """Unique among models whose names differ in more than punctuation."""
+        return re.sub(r"[^A-Za-z0-9._]+", "-", self.model)
+
+
+class Stepped(msgspec.Struct):
+    """What came of a case.
+
+    ``step_ms`` is the second step's, ``peak_mib`` the most memory that tensors had on the device, or on a CPU
+    the process up to here.
+    """
+
+    mode: Mode
+    batch_size: int
+    step_ms: float | None = None
+    peak_mib: float | None = None
+    error: str = ""
+
+
+class Checked(msgspec.Struct):
+    """What came of a model.
+
+    Attributes:
+        model: Its name.
+        state: ``passed``; ``failed``; ``left`` if the check ended before it; ``not run`` if its row has no
+            batch size for this kind of device.
+        reason: Why it failed, in one line.
+        build_s: Seconds to build it on the CPU.
+        alone: Whether some of it only fitted while no other model had the device.
+        cases: What was tried.
+    """
+
+    model: str
+    state: str
+    reason: str = ""
+    build_s: float | None = None
+    alone: bool = False
+    cases: list[Stepped] = []
+
+
+class CheckReport(msgspec.Struct):
+    """The content of ``check.json``. ``date`` is that of its end; step times are of a device that ``lanes``
+    models shared."""
+
+    device: str
+    hardware: dict[str, Any]
+    date: str
+    lanes: int
+    time_limit: float
+    models: list[Checked]
+
+    def count(self, state: str) -> int:
+        """How many models have the state."""
+        return sum(one.state == state for one in self.models)
+
+
+def make_checks(models: Sequence[str], *, device_type: str, modes: Sequence[Mode] = MODES) -> list[Check]:
+    """A check for each model that runs on the device at all, tasks by turns.
+
+    On an accelerator the smallest and the largest batch size of each mode are tried, on a CPU the smallest.
+
+    Raises:
+        UserError: A model is unknown.
+    """
+    kind: DeviceKind = "cpu" if device_type == "cpu" else "gpu"
+    specs = [ZOO[name] for name in dict.fromkeys(models)]
+    checks = [Check(spec.name, _cases(spec, kind, modes)) for spec in in_turns(specs)]
+    return [check for check in checks if check.cases]
+
+
+def _cases(spec: ModelSpec, kind: DeviceKind, modes: Sequence[Mode]) -> list[Case]:
+    cases = set()
+    for mode in modes:
+        if sizes := spec.batch_sizes[kind][mode]:
+            cases |= {(min(sizes), mode)} | ({(max(sizes), mode)} if kind == "gpu" else set())
+    return [Case(mode, size) for size, mode in sorted(cases)]  # infer before train at the same size
+
+
+def check(
+    models: Sequence[str],
+    folder: Path,
+    *,
+    devices: Sequence[str],
+    device_type: str,
+    modes: Sequence[Mode] = MODES,
+    lanes: int = 1,
+    resume: bool = False,
+    time_limit: float = CHECK_TIME_LIMIT,
+    budget: float = math.inf,
+    on_event: Callable[[JobEvent], None] = lambda event: None,
+) -> tuple[CheckReport, RunReport]:
+    """Check models and write ``check.json``; see :func:`runner.run_jobs` for the arguments.
+
+    Returns:
+        What came of all models, also of an earlier part of a resumed check, and how this run went.
+
+    Raises:
+        UserError: A model is unknown, none runs on the device, or ``folder`` holds something else.
+    """
+    checks = make_checks(models, device_type=device_type, modes=modes)
+    if not checks:
+        raise UserError(f"nothing to check: none of {len(models)} models runs on {device_type}")
+    ran = run_jobs(
+        checks,
+        folder,
+        Work("check", lambda one: one),
+        devices=devices,
+        lanes=lanes,
+        resume=resume,
+        time_limit=time_limit,
+        budget=budget,
+        on_event=on_event,
+    )
+    report = CheckReport(
+        device=devices[0],
+        hardware=_hardware(devices[0]),
+        date=datetime.now(UTC).date().isoformat(),
+        lanes=lanes,
+        time_limit=time_limit,
+        models=_checked(models, checks, read_log(folder)),
+    )
+    write_text(folder / "check.json", msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    return report, ran
+
+
+def read_report(path: Path) -> CheckReport:
+    """Read a ``check.json``.
+
+    Raises:
+        UserError: It is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CheckReport)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} was not written by `traceap zoo check`: {error}") from None
+
+
+def _hardware(device: str) -> dict[str, Any]:
+    import torch
+
+    from torchtraceap.collect import devices
+
+    return devices.hardware(torch.device(device))
+
+
+def _checked(
+    models: Sequence[str], checks: Sequence[Check], log: Mapping[str, Mapping[str, Any]]
+) -> list[Checked]:
+    """All models by name: what the log says last of each."""
+    by_model = {one.model: one for one in checks}
+    found = []
+    for model in sorted(set(models)):
+        if model not in by_model:
+            found.append(Checked(model, "not run", "its row has no batch size for such a device"))
+            continue
+        ended = log.get(by_model[model].name)
+        if ended is None:
+            found.append(Checked(model, "left"))
+            continue
+        done = ended["event"] == "done"
+        result = ended.get("result") or {}
+        reason = "" if done else ended["error"]
+        if not done and not result:  # it was killed: the log says at what
+            reason += f" ({ended['stage']})"
+        found.append(
+            Checked(
+                model,
+                "passed" if done else "failed",
+                reason,
+                result.get("build_s"),
+                result.get("alone", False),
+                msgspec.convert(result.get("cases", []), list[Stepped]),
+            )
+        )
+    return found
+
+
+# -- in the process of a model ----------------------------------------------------------------------------
+
+
+def run_request(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Check the model of a request to the fork server; in this process.
+
+    Returns:
+        The fields of :class:`Checked` that are measured.
+
+    Raises:
+        Failed: A case failed. What came of the others is its result.
+        Whatever the model raises when it is built.
+    """
+    from torchtraceap.collect import devices
+
+    one = msgspec.json.decode(request.arguments, type=Check)
+    device = devices.prepare(request.device)
+    progress("building")
+    spec = ZOO[one.model]
+    begin = time.monotonic()
+    model = spec.build()
+    build_s = time.monotonic() - begin
+    spec = replace(spec, build=lambda: model)
+    gate = Path(request.gate) if request.gate else None
+
+    tried: dict[Case, tuple[Stepped, Failure | None]] = {}
+    with _beside_others(gate, progress):
+        tried.update(_step_all(spec, one.cases, device, progress))
+    again = [case for case, (_, failure) in tried.items() if failure and failure.kind == "out_of_memory"]
+    if again and gate is not None:
+        model.to("cpu")
+        devices.empty_cache(device)
+        with _alone(gate, progress):
+            tried.update(_step_all(spec, again, device, progress))
+    failed = {case: failure for case, (_, failure) in tried.items() if failure}
+    result = {
+        "build_s": round(build_s, 3),
+        "alone": any(case not in failed for case in again),
+        "cases": [msgspec.to_builtins(stepped) for stepped, _ in tried.values()],
+    }
+    if failed:
+        kinds = [failure.kind for failure in failed.values()]
+        raise Failed(Failure(_reason(failed), kinds[0], result=result))
+    return result
+
+
+def _reason(failed: Mapping[Case, Failure]) -> str:
+    """One line: each error with the cases that it ended."""
+    by_error: dict[str, list[str]] = {}
+    for case, failure in failed.items():
+        by_error.setdefault(failure.error, []).append(str(case))
+    return "; ".join(f"{', '.join(cases)}: {error}" for error, cases in by_error.items())
+
+
+@contextmanager
+def _beside_others(gate: Path | None, progress: Callable[[str], None]) -> Iterator[None]:
+    from torchtraceap.collect.server import WAITING
+
+    if gate is not None:
+        progress(WAITING)
+    with locked(gate, shared=True) if gate is not None else nullcontext():
+        yield
+
+
+@contextmanager
+def _alone(gate: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    from torchtraceap.collect.server import WAITING
+
+    progress(WAITING)
+    with locked(gate):
+        yield
+
+
+def _step_all(
+    spec: ModelSpec, cases: Sequence[Case], device: torch.device, progress: Callable[[str], None]
+) -> Iterator[tuple[Case, tuple[Stepped, Failure | None]]]:
+    """Try the cases in turn. After a failure of the device there is no context to try the next one in."""
+    import traceback
+
+    from torchtraceap.collect import devices
+
+    for case in cases:
+        progress(str(case))
+        stepped, failure = Stepped(case.mode, case.batch_size), None
+        try:
+            stepped.step_ms = _step_ms(spec, case, device)
+        except Exception as error:
+            traceback.print_exc()
+            failure = describe(error)
+            stepped.error = failure.error
+        if failure is None or failure.kind != "device":
+            gc.collect()
+            stepped.peak_mib = _peak_mib(device)
+            devices.empty_cache(device)
+        yield case, (stepped, failure)
+        if failure is not None and failure.kind == "device":
+            return
+
+
+def _step_ms(spec: ModelSpec, case: Case, device: torch.device) -> float:
+    """Take a step to warm up and a second one, in milliseconds.
+
+    Raises:
+        RuntimeError: The loss of the first is not finite.
+        Whatever the model raises.
+    """
+    import torch
+
+    from torchtraceap.collect import devices
+    from torchtraceap.collect.loop import TrainingLoop
+
+    class Loop(TrainingLoop):
+        """Without loader workers, which must not be forked once the case before has computed."""
+
+        def make_loader(self, **changes: Any) -> Any:
+            return super().make_loader(**{"workers": 0} | changes)
+
+    loop = Loop(spec, case.mode, case.batch_size, device, secret="", seed=0)
+    with closing(loop):
+        state = loop.step()
+        if case.mode == "train" and not torch.isfinite(state.loss).item():
+            raise RuntimeError(f"the loss of the first step is {state.loss.item()}")
+        del state
+        devices.synchronize(device)
+        begin = time.perf_counter()
+        loop.step()
+        devices.synchronize(device)
+        return round((time.perf_counter() - begin) * 1e3, 3)
+
+
+def _peak_mib(device: torch.device) -> float:
+    from torchtraceap.collect import devices
+
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return round(peak / MIB if sys.platform == "darwin" else peak / 1024, 1)
+    return round(devices.take_peak(device) / MIB, 1)

@@ -1,0 +1,70 @@
+"""The zoo as people read it: docs/zoo.md, the counts in the README, and what `traceap zoo list` selects."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtraceap.collect.listing import BEGIN, END, counts, page, select, with_counts
+from torchtraceap.collect.model import ZOO
+from torchtraceap.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_the_counts_in_the_readme_are_current() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_counts(text) == text, "run `make docs`"
+
+
+def test_counts_add_up() -> None:
+    head, _, *rows = [line for line in counts().splitlines() if line.startswith("|")]
+    cells = {row.split("|")[1].strip(): [int(c.strip() or 0) for c in row.split("|")[2:-1]] for row in rows}
+    total = cells.pop("all")
+    assert total[-1] == len(ZOO) == sum(total[:-1])
+    assert total == [sum(column) for column in zip(*cells.values(), strict=True)]
+    column = head.split("|")[2:-1].index(" timm ")
+    assert cells["classification"][column] == len(select(task="classification", source="timm"))
+
+
+def test_the_page_has_every_model_once() -> None:
+    text = page()
+    assert [name for name in ZOO.names() if text.count(f"| `{name}` |") != 1] == []
+
+
+def test_counts_are_written_between_the_lines_and_nowhere_else(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "torchtraceap.collect.listing", str(path)], check=True)
+    assert path.read_text(encoding="utf-8") == f"before\n{BEGIN}\n{counts()}\n{END}\nafter\n"
+    for text in ("", BEGIN, f"{END}\n{BEGIN}\n", f"{BEGIN}\n{END}\n" * 2):
+        with pytest.raises(ValueError, match="no text between"):
+            with_counts(text)
+
+
+def test_conditions_are_met_together() -> None:
+    chosen = select(family="resnet", min_params=20, max_params=30)
+    assert {spec.backbone_family for spec in chosen} == {"resnet"}  # a U-Net with a ResNet in it counts
+    assert {"timm/resnet50", "smp/unet-resnet34"} <= {spec.name for spec in chosen}
+    assert all(20 <= spec.params_m <= 30 for spec in chosen)
+    assert select(source="smp", task="classification") == []
+    assert select() == list(ZOO)
+
+
+@pytest.mark.parametrize("wrong", [{"task": "cooking"}, {"source": "timn"}, {"family": "resnot"}])
+def test_what_is_not_in_the_zoo_is_refused_by_name(wrong: dict[str, str]) -> None:
+    (what, name) = next(iter(wrong.items()))
+    with pytest.raises(UserError, match=f"Unknown {what} '{name}'"):
+        select(**wrong)
+
+
+def test_bounds_the_wrong_way_round_are_refused() -> None:
+    with pytest.raises(UserError, match="--min-params 3 is above --max-params 2"):
+        select(min_params=3, max_params=2)
