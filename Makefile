@@ -63,7 +63,7 @@ format: env ## rewrite the code in the project's format
 .PHONY: docs
 docs: env ## write docs/patterns.md and docs/zoo.md, and the counts in README.md
 	$(BIN)/traceap patterns list --markdown > docs/patterns.md
-	$(BIN)/traceap zoo list --markdown > docs/zoo.md
+	$(BIN)/traceap zoo list --markdown $(addprefix --check ,$(sort $(wildcard docs/measurements/zoo-*.json))) > docs/zoo.md
 	$(BIN)/python -m torchtraceap.collect.listing README.md
 
 .PHONY: demo

@@ -9,9 +9,10 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from torchtraceap.collect.check import STATES, CheckReport, read_report
 from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
 from torchtraceap.dataset.schema import TASKS
 from torchtraceap.errors import UserError
@@ -104,9 +105,17 @@ def counts() -> str:
     return "\n".join(lines)
 
 
-def page() -> str:
-    """The text of docs/zoo.md."""
-    return _HEAD.format(counts=counts()) + "\n".join(_sections()) + "\n"
+def page(checks: Sequence[Path] = ()) -> str:
+    """The text of docs/zoo.md.
+
+    Args:
+        checks: Results of `traceap zoo check` to tell of, by the names of their files.
+
+    Raises:
+        UserError: A file is none.
+    """
+    lines = [*_checks({path.name: read_report(path) for path in checks}), *_sections()]
+    return _HEAD.format(counts=counts()) + "\n".join(lines) + "\n"
 
 
 def with_counts(text: str) -> str:
@@ -119,6 +128,29 @@ def with_counts(text: str) -> str:
     if len(pattern.findall(text)) != 1:
         raise ValueError(f"no text between the lines {BEGIN} and {END}")
     return pattern.sub(lambda _: f"{BEGIN}\n{counts()}\n{END}", text)
+
+
+def _checks(reports: Mapping[str, CheckReport]) -> Iterator[str]:
+    """Where the zoo was checked, and each model that failed there."""
+    if not reports:
+        return
+    yield "\n## Where they ran\n"
+    yield "Files are in [measurements/](measurements/README.md). *Left*: the check ended before them.\n"
+    yield f"| file | device | torch | date | {' | '.join(STATES)} |"
+    yield f"|---|---|---|---|{'--:|' * len(STATES)}"
+    for name, report in reports.items():
+        facts = (name, str(report.hardware["device_name"]), str(report.hardware["torch"]), report.date)
+        yield _line(*facts, *(str(report.count(state)) for state in STATES))
+    failed = [(name, one) for name, report in reports.items() for one in report.models if one.reason]
+    if failed:
+        yield "\n| file | model | state | reason |\n|---|---|---|---|"
+        yield from (_line(name, f"`{one.model}`", one.state, one.reason) for name, one in failed)
+
+
+def _line(*cells: str) -> str:
+    """A row of a table of Markdown; text of others stays what it is."""
+    escaped = (re.sub(r"([|*_<>\[\]\\])", r"\\\1", cell) if cell[:1] != "`" else cell for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 def _sections() -> Iterator[str]:

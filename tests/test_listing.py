@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from torchtraceap.collect.check import Checked, CheckReport
 from torchtraceap.collect.listing import BEGIN, END, counts, page, select, with_counts
 from torchtraceap.collect.model import ZOO
 from torchtraceap.errors import UserError
@@ -16,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_page_is_current() -> None:
-    assert (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+    checks = sorted((ROOT / "docs" / "measurements").glob("zoo-*.json"))
+    assert (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8") == page(checks), "run `make docs`"
 
 
 def test_the_counts_in_the_readme_are_current() -> None:
@@ -37,6 +40,23 @@ def test_counts_add_up() -> None:
 def test_the_page_has_every_model_once() -> None:
     text = page()
     assert [name for name in ZOO.names() if text.count(f"| `{name}` |") != 1] == []
+
+
+def test_the_page_says_what_failed_where(tmp_path: Path) -> None:
+    models = [
+        Checked("a/passed", "passed"),
+        Checked("a/odd", "failed", reason="a | [b](c) <i> \\ of this"),
+        Checked("a/elsewhere", "not run", reason="no batch size"),
+    ]
+    hardware = {"device_name": "NVIDIA H200", "torch": "2.11.0"}
+    path = tmp_path / "zoo-h200.json"
+    path.write_bytes(msgspec.json.encode(CheckReport("cuda:0", hardware, "2026-11-30", 4, 300.0, models)))
+    text = page([path])
+    assert "| zoo-h200.json | NVIDIA H200 | 2.11.0 | 2026-11-30 | 1 | 1 | 0 | 1 |" in text
+    assert r"| zoo-h200.json | `a/odd` | failed | a \| \[b\](c) \<i\> \\ of this |" in text
+    assert "`a/elsewhere` | not run | no batch size" in text
+    assert "a/passed" not in text
+    assert "Where they ran" not in page()
 
 
 def test_counts_are_written_between_the_lines_and_nowhere_else(tmp_path: Path) -> None:

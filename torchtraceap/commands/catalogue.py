@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -44,13 +45,17 @@ def zoo_list(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the page docs/zoo.md: all models, with all facts.")
     ] = False,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option("--check", help="A check.json that the page shall tell of; repeat for several."),
+    ] = None,
 ) -> None:
     """List the models of the zoo."""
     from torchtraceap.collect.listing import page, select
     from torchtraceap.collect.model import describe
 
     if markdown:
-        print(page(), end="")
+        print(page(check or ()), end="")
         return
     chosen = select(
         task=task, source=source, family=family, small=small, min_params=min_params, max_params=max_params
