@@ -56,7 +56,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A model and what it has to do; small batches first."""
+    """A model and what it has to do."""
 
     model: str
     cases: list[Case]
@@ -133,11 +133,13 @@ def make_checks(models: Sequence[str], *, device_type: str, modes: Sequence[Mode
 
 
 def _cases(spec: ModelSpec, kind: DeviceKind, modes: Sequence[Mode]) -> list[Case]:
-    cases = set()
-    for mode in modes:
+    cases = []
+    # Training first: what a model keeps of a forward pass in inference mode cannot be trained with.
+    for mode in (mode for mode in ("train", "infer") if mode in modes):
         if sizes := spec.batch_sizes[kind][mode]:
-            cases |= {(min(sizes), mode)} | ({(max(sizes), mode)} if kind == "gpu" else set())
-    return [Case(mode, size) for size, mode in sorted(cases)]  # infer before train at the same size
+            chosen = {min(sizes), max(sizes)} if kind == "gpu" else {min(sizes)}
+            cases += [Case(mode, size) for size in sorted(chosen)]
+    return cases
 
 
 def check(
@@ -259,20 +261,20 @@ def run_request(request: Request, progress: Callable[[str], None]) -> dict[str, 
     progress("building")
     spec = ZOO[one.model]
     begin = time.monotonic()
-    model = spec.build()
+    built = _built(spec)
     build_s = time.monotonic() - begin
-    spec = replace(spec, build=lambda: model)
     gate = Path(request.gate) if request.gate else None
 
     tried: dict[Case, tuple[Stepped, Failure | None]] = {}
     with _beside_others(gate, progress):
-        tried.update(_step_all(spec, one.cases, device, progress))
+        tried.update(_step_all(built, one.cases, device, progress))
     again = [case for case, (_, failure) in tried.items() if failure and failure.kind == "out_of_memory"]
     if again and gate is not None:
-        model.to("cpu")
+        built = _built(spec)  # anew, as it has left training behind; the one before gives its memory back
+        gc.collect()
         devices.empty_cache(device)
         with _alone(gate, progress):
-            tried.update(_step_all(spec, again, device, progress))
+            tried.update(_step_all(built, again, device, progress))
     failed = {case: failure for case, (_, failure) in tried.items() if failure}
     result = {
         "build_s": round(build_s, 3),
@@ -283,6 +285,12 @@ def run_request(request: Request, progress: Callable[[str], None]) -> dict[str, 
         kinds = [failure.kind for failure in failed.values()]
         raise Failed(Failure(_reason(failed), kinds[0], result=result))
     return result
+
+
+def _built(spec: ModelSpec) -> ModelSpec:
+    """The row of a model that is built once, for all its cases."""
+    model = spec.build()
+    return replace(spec, build=lambda: model)
 
 
 def _reason(failed: Mapping[Case, Failure]) -> str:

@@ -106,10 +106,10 @@ def test_nothing_is_tried_in_a_broken_context(run) -> None:
 def test_cases_are_the_smallest_and_on_a_gpu_the_largest_batch() -> None:
     (one,) = make_checks(["timm/resnet18"], device_type="cuda")
     assert [str(case) for case in one.cases] == [
-        "infer at batch 1",
         "train at batch 32",
-        "infer at batch 128",
         "train at batch 128",
+        "infer at batch 1",
+        "infer at batch 128",
     ]
     (one,) = make_checks(["timm/resnet18"], device_type="cpu", modes=["train"])
     assert one.cases == [Case("train", 2)]
