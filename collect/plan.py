@@ -121,7 +121,11 @@ def make_plan(
         rng = random.Random(_digest(seed, spec, mode))
         usable = [p for p in catalogue if p.applies(device_type, mode, runtime) is None]
         ordered = sorted(usable, key=lambda p: (used[p.id], rng.random()))
-        chosen, spare = ordered[:per_workload], ordered[per_workload:]
+        if ordered and ordered[0].alone:
+            chosen, spare = ordered[: min(1, per_workload)], []
+        else:
+            ordered = [p for p in ordered if not p.alone]
+            chosen, spare = ordered[:per_workload], ordered[per_workload:]
         used.update(p.id for p in chosen)
         twins = sorted(
             ((p.id, twin.name) for p in usable for twin in p.lookalikes),

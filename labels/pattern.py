@@ -252,6 +252,8 @@ class Pattern:
         lookalikes: Harmless twins: benign by construction, whatever their events resemble.
         remedy: What to change, as code.
         references: Where the advice comes from.
+        alone: Clean traces run differently where it is placed, if as fast (a good form of what else is bad),
+            in stages that others replace; so a workload for it has no other.
         native_risk: Whether a model may hold the pattern by itself; then only traces with evidence of the
             contrary are exhaustive for it.
     """
@@ -272,6 +274,7 @@ class Pattern:
     needs_gpu: bool = False
     modes: frozenset[Mode] = frozenset({"train", "infer"})
     precondition: str = "none"
+    alone: bool = False
     native_risk: bool = True
 
     def __post_init__(self) -> None:

@@ -53,6 +53,16 @@ def test_use_stays_even_over_modes_that_allow_different_patterns() -> None:
     assert max(counts.values()) - min(counts.values()) <= 2
 
 
+def test_what_changes_the_clean_loop_has_a_workload_for_itself() -> None:
+    plan = make_plan(MODELS, device_type="cuda", per_workload=3, runtime="distributed")
+    apart = [job for job in plan if any(PATTERNS[one.pattern].alone for one in job.injections)]
+    assert {len(job.injections) for job in apart} == {1}
+    assert not any(job.spares for job in apart)
+    assert not any(PATTERNS[one.pattern].alone for job in plan for one in job.spares)
+    counts = used(plan)
+    assert max(counts.values()) - min(counts.values()) <= 3
+
+
 def test_distributed_workloads_train_on_several_ranks() -> None:
     plan = make_plan(MODELS, device_type="cuda", per_workload=2, runtime="distributed", world_size=4)
     assert set(used(plan)) == {p.id for p in PATTERNS if p.runtime == "distributed"}

@@ -123,6 +123,7 @@ optimizer.step()
             "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
             "https://arxiv.org/abs/2006.15704",
         ),
+        alone=True,  # the loop accumulates gradients
         native_risk=False,
     )
 )
