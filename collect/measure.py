@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.labels.cost import LEAST_REPORT_PAIRS, LOOKS, Cost, Look, conclude, look
+from torchtraceap.labels.cost import LOOKS, Cost, Look, conclude, look, report_pairs
 
 BLOCK_SECONDS = {"cpu": 0.05, "gpu": 0.01}
 """A block is as many steps as fit in this, within the bounds below.
@@ -24,9 +24,9 @@ together, and many short pairs say more than few long ones.
 
 MAX_BLOCK_STEPS = 10
 
-TIME_BUDGET = 10.0
-"""Seconds after which a measurement takes no further look. Steps of a second, as of a batch looped over
-sample by sample, differ by so much that few pairs tell, and a hundred of them would take minutes."""
+TIME_BUDGET = 6.0
+"""Seconds for the pairs of a decision: a look that would come later is not waited for. Steps of a second, as
+of a batch looped over sample by sample, differ so much that few pairs tell, and more would take minutes."""
 
 
 @contextmanager
@@ -93,10 +93,9 @@ def measure_cost(
     """
     pairs: list[tuple[float, float]] = []
     with _toggled(loop, placement, pairs, steps, settle, rng) as run:
-        _until_settled(loop, pairs, run)
-        decided_at = len(pairs)
-        run(max(LEAST_REPORT_PAIRS, decided_at // 2))
-    return conclude(pairs, decided_at)
+        decision = _until_settled(loop, pairs, run)
+        run(report_pairs(decision))
+    return conclude(pairs, decision.pairs)
 
 
 def null_trial(loop: TrainingLoop, *, steps: int, rng: random.Random) -> Look:
@@ -108,17 +107,17 @@ def null_trial(loop: TrainingLoop, *, steps: int, rng: random.Random) -> Look:
 
 
 def _until_settled(loop: TrainingLoop, pairs: list[tuple[float, float]], run: Callable[[int], None]) -> Look:
-    """Add pairs up to each look in turn, until one settles the matter or time is up; the last look taken.
+    """Add pairs up to each look in turn, until one settles the matter or the next is too far; the last one.
 
     Time is asked for at looks only: it is that of all pairs, whichever way they point. Ranks agree on it: one
     that went on alone would wait for the others in its next step.
     """
     begin = time.perf_counter()
-    for pairs_at_look in LOOKS:
+    for pairs_at_look, next_look in zip(LOOKS, (*LOOKS[1:], math.inf), strict=True):
         run(pairs_at_look - len(pairs))
         seen = look(pairs)
-        spent = loop.world.largest(time.perf_counter() - begin)
-        if seen.settled or spent > TIME_BUDGET:
+        a_pair = loop.world.largest(time.perf_counter() - begin) / len(pairs)
+        if seen.settled or next_look * a_pair > TIME_BUDGET:
             break
     return seen
 

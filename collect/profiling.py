@@ -23,7 +23,26 @@ LEAD_IN = 1
 made of work whose launch calls, and so whose labels, are known."""
 
 
+class Recording:
+    """A profile as the profiler holds it; later ones do not disturb it."""
+
+    def __init__(self, profiler: profile) -> None:
+        self._profiler = profiler
+
+    def read(self) -> Trace:
+        """The trace, through a temporary file; it takes longer than the steps did, but no device."""
+        with tempfile.TemporaryDirectory(prefix="traceap-") as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            return read_trace(path)
+
+
 def profile_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Trace:
+    """The trace of :func:`record_steps`."""
+    return record_steps(loop, settle, marking=marking).read()
+
+
+def record_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Recording:
     """Profile the loop's next steps; shapes on, stacks and memory off.
 
     The trace has ``LEAD_IN`` steps more than are published, in front. The loaders are rewound first, so that
@@ -56,10 +75,7 @@ def profile_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> T
     finally:
         loop.marking = False
         loop.profiled_step = None
-    with tempfile.TemporaryDirectory(prefix="traceap-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return read_trace(path)
+    return Recording(profiler)
 
 
 def step_ms(trace: Trace) -> float:

@@ -146,7 +146,7 @@ def run_job(
 
     Raises:
         UserError: Nothing of the plan can be injected here.
-        torch.OutOfMemoryError: The batch does not fit. Nothing is changed silently.
+        torch.OutOfMemoryError: The batch does not fit. The runner decides what is done about it.
         RuntimeError: A rank of a distributed workload ended early.
     """
     if job.runtime != "distributed":
@@ -177,26 +177,45 @@ def _run(
         share_cpu(job.world_size)
     progress("building")
     world = World()
-    with ExitStack() as held:
+    with closing(Turn(gate, progress)) as turn:
 
         def take_device() -> None:
-            if gate is not None:
-                progress(WAITING)
-                held.enter_context(locked(gate))
-                progress("placing")
+            turn.take("placing")
             if store is not None:  # no rank uses its device before rank 0 may
                 nonlocal world
                 world = join(rank, job.world_size, store, where)
 
-        session = Session(
-            job, where, event_cap, progress, rank=rank, take_device=take_device, leave_device=held.close
-        )
+        session = Session(job, where, event_cap, progress, turn, rank=rank, take_device=take_device)
         with closing(session.loop):
             if store is not None:
                 distribute(session.loop, world)
             result = session.run(out, shard_mb)
         leave()
         return result
+
+
+class Turn:
+    """A workload's turn on a device that others want too; its own all the time where there is no gate."""
+
+    def __init__(self, gate: Path | None, progress: Progress) -> None:
+        self._gate = gate
+        self._progress = progress
+        self._held = ExitStack()
+        self._mine = gate is None
+
+    def take(self, then: str) -> None:
+        """Wait for it, unless it is ours, and tell what comes ``then``."""
+        if self._gate is None or self._mine:
+            return
+        self._progress(WAITING)
+        self._held.enter_context(locked(self._gate))
+        self._mine = True
+        self._progress(then)
+
+    def close(self) -> None:
+        """Let others have it, until it is taken again."""
+        self._mine = self._gate is None
+        self._held.close()
 
 
 class Session:
@@ -210,13 +229,13 @@ class Session:
         device: torch.device,
         event_cap: int,
         progress: Progress,
+        turn: Turn,
         *,
         rank: int = 0,
         take_device: Callable[[], None] = lambda: None,
-        leave_device: Callable[[], None] = lambda: None,
     ) -> None:
         self.job = job
-        self.leave_device = leave_device
+        self.turn = turn
         self.event_cap = event_cap
         self.progress = progress
         self.rng = random.Random(job.seed)
@@ -316,7 +335,12 @@ class Session:
         for indices in job.arms:
             arm: list[Injected] = []
             for one in [job.injections[index] for index in indices]:
-                placed = self._place_one(one, early.get(one), beside=arm)
+                sites = early[one] if one in early else self._sites(one)
+                goes_alone = arm and self._refusal(one, sites, arm) and not self._refusal(one, sites, [])
+                placed = self._place_one(one, sites, beside=[] if goes_alone else arm)
+                if goes_alone and placed is not None:
+                    self.arms.append([placed])
+                    continue
                 while placed is None and spares:
                     placed = self._place_one(spares.pop(0), beside=arm)
                 if placed is not None:
@@ -345,19 +369,12 @@ class Session:
         is_lookalike: bool = False,
     ) -> Injected | None:
         """Place an injection that may act in the same trace as those of ``beside``, or say why not."""
+        sites = self._sites(plan) if sites is None else sites
+        if reason := self._refusal(plan, sites, beside):
+            self.skipped.append(f"{plan.pattern}/{plan.variant}: {reason}")
+            return None
         pattern = PATTERNS[plan.pattern]
         variant = pattern.variant(plan.variant)
-        reason = pattern.applies(self.loop.device.type, self.loop.mode, self.loop.runtime)
-        sites = self._sites(plan) if sites is None else sites
-        if not sites:
-            reason = reason or "no place for it in this model"
-        elif any(_replaced(sites) & _replaced(one.placement.sites) for one in self._rivals(sites, beside)):
-            reason = "would stand in for the stage that another pattern stands in for"
-        elif pattern.mechanism_of(variant) == "selector" and any(o.mechanism == "selector" for o in beside):
-            reason = "a trace can hold one pattern that is found by comparison with the clean one"
-        if reason:
-            self.skipped.append(f"{pattern.id}/{variant.name}: {reason}")
-            return None
         # What takes longer to settle than the profiler warms up cannot be toggled from step to step.
         every_step = self.rng.random() < 0.5 or variant.settle_steps > profiling.WARMUP_STEPS
         placement = Placement(
@@ -368,6 +385,19 @@ class Session:
         )
         self.placed.append(Injected(pattern, variant, placement, is_lookalike))
         return self.placed[-1]
+
+    def _refusal(self, plan: Injection, sites: list[Site], beside: list[Injected]) -> str | None:
+        """Why an injection may not act at ``sites`` in a trace with those of ``beside``; None if it may."""
+        pattern = PATTERNS[plan.pattern]
+        selects = pattern.mechanism_of(pattern.variant(plan.variant)) == "selector"
+        if not sites:
+            reason = pattern.applies(self.loop.device.type, self.loop.mode, self.loop.runtime)
+            return reason or "no place for it in this model"
+        if any(_replaced(sites) & _replaced(one.placement.sites) for one in self._rivals(sites, beside)):
+            return "would stand in for the stage that another pattern stands in for"
+        if selects and any(one.mechanism == "selector" for one in beside):
+            return "a trace can hold one pattern that is found by comparison with the clean one"
+        return None
 
     def _rivals(self, sites: list[Site], beside: list[Injected]) -> list[Injected]:
         """Those of ``beside``, and those that run something else in the traces of the other, even if off."""
@@ -425,10 +455,14 @@ class Session:
         after a profile with markers.
         """
         arms = [arm + [twin for twin in self.twins if self.rng.random() < 0.5] for arm in self.arms]
-        plain = [strip(profile) for profile in self._profiles(arms, marking=False)]
-        marked = self._profiles(arms, marking=True)
+        recorded = self._recordings(arms, marking=False)
+        recorded_marked = self._recordings(arms, marking=True)
+        self.turn.close()  # reading profiles takes longer than taking them
+        self.progress("reading profiles")
+        plain = [strip(one.read()) for one in recorded]
+        marked = [one.read() for one in recorded_marked]
         labels = self._carried(arms, plain, marked)
-        self.leave_device()
+        self.turn.close()
         self.progress("labelling")
         marked_clean = _without_lookalikes(*label(marked[0], self.secret, _armed_in(arms[0])))
         marked_labels = [
@@ -447,19 +481,19 @@ class Session:
                 self.differences.append({"trace_id": records[-1].trace_id, **msgspec.to_builtins(different)})
         return records
 
-    def _profiles(self, arms: list[list[Injected]], *, marking: bool) -> list[Trace]:
+    def _recordings(self, arms: list[list[Injected]], *, marking: bool) -> list[profiling.Recording]:
         taken = {
-            number: self._profile(arms[number], marking=marking)
+            number: self._recording(arms[number], marking=marking)
             for number in self.rng.sample(range(len(arms)), len(arms))
         }
         return [taken[number] for number in range(len(arms))]
 
-    def _profile(self, arm: list[Injected], *, marking: bool) -> Trace:
+    def _recording(self, arm: list[Injected], *, marking: bool) -> profiling.Recording:
         what = " and ".join(one.name for one in arm if not one.is_lookalike) or "clean"
         self.progress(f"profiling {what}{' with markers' if marking else ''}")
         with _armed(arm):
             settle = max((one.variant.settle_steps for one in arm), default=0)
-            return profiling.profile_steps(self.loop, settle, marking=marking)
+            return profiling.record_steps(self.loop, settle, marking=marking)
 
     def _carried(
         self, arms: list[list[Injected]], plain: list[Trace], marked: list[Trace]
@@ -475,7 +509,9 @@ class Session:
             profile = first
             for attempt in range(ATTEMPTS):
                 if attempt:
-                    profile = self._profile(arm, marking=True)
+                    self.turn.take("profiling once more")
+                    self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
+                    profile = self._recording(arm, marking=True).read()
                 segments = carried(profile, self.secret, _armed_in(arm), trace, clean)
                 if self.loop.world.smallest(int(segments is not None)):  # on all ranks alike
                     break

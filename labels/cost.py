@@ -4,7 +4,7 @@ A pair is the time of a block of steps with the pattern and of one without, run 
 order. The statistic is the log of their ratio; its mean gets a Student interval at a fixed number of looks,
 and the error of 5 % is divided evenly among them, so that looking early costs nothing in validity. What is
 reported as the cost comes from further pairs, run after the decision: an estimate that stopped the test is
-biased towards having stopped it.
+biased towards having stopped it. Where nothing stopped it, which leaves it undecided, all pairs serve.
 
 The mean is a trimmed one and its interval Yuen's (1974): where the host decides the step time, one pair in
 ten is off by a third because something else ran, and an interval from all pairs would never close.
@@ -36,8 +36,9 @@ BEYOND_DOUBT = 0.001
 all of its tests, would take a larger p-value for chance."""
 
 ALPHA = 0.05
-LEAST_REPORT_PAIRS = 4
-"""Pairs run after the decision, from which the cost is reported: half as many as it took, but not fewer."""
+REPORT_PAIRS = (4, 8)
+"""Pairs run after a decision, from which the cost is reported: half as many as it took, at least and at most
+so many."""
 
 TRIM = 0.2
 """Share of pairs left out at each end."""
@@ -71,7 +72,7 @@ class Cost(msgspec.Struct, frozen=True):
     ``ms`` the milliseconds a step. ``p_costly`` and ``p_benign`` are p-values against "at most 1 % slower"
     and "more than 1 % slower", corrected for the number of looks. ``pairs`` are seconds a step, without and
     with the pattern, in the order of measurement: ``decided_at`` of them for the verdict, the rest for the
-    estimate.
+    estimate; all for both if there is no rest.
     """
 
     state: State
@@ -102,6 +103,12 @@ def log_ratios(pairs: Sequence[tuple[float, float]]) -> np.ndarray:
     return np.log(times[:, 1] / times[:, 0])
 
 
+def report_pairs(decision: Look) -> int:
+    """How many pairs to run after the decision."""
+    low, high = REPORT_PAIRS
+    return 0 if decision.state == "undecided" else min(max(low, decision.pairs // 2), high)
+
+
 def look(pairs: Sequence[tuple[float, float]]) -> Look:
     """Interval and p-values after ``pairs`` (at least two), at the level that one look is entitled to."""
     ratios = log_ratios(pairs)
@@ -117,7 +124,7 @@ def look(pairs: Sequence[tuple[float, float]]) -> Look:
 def conclude(pairs: Sequence[tuple[float, float]], decided_at: int) -> Cost:
     """The cost from all pairs of a finished measurement, of which the first ``decided_at`` decided it."""
     decision = look(pairs[:decided_at])
-    report = pairs[decided_at:]
+    report = pairs[decided_at:] or pairs
     mean, error, freedom = _trimmed(log_ratios(report))
     margin = float(stats.t.ppf(0.975, freedom)) * error
     without = float(np.median(np.asarray(report, dtype=np.float64)[:, 0]))

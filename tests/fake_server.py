@@ -136,7 +136,7 @@ def main() -> None:
 
         server.LIBRARIES = ("torch._dynamo",)
         register(tiny.spec())
-        measure.LOOKS, measure.LEAST_REPORT_PAIRS, session.WARMUP_STEPS = (2,), 2, 1
+        measure.LOOKS, measure.report_pairs, session.WARMUP_STEPS = (2,), lambda decision: 2, 1
     else:
         fake = types.ModuleType("torchtraceap.collect.session")
         fake.__dict__["run_request"] = run_request

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torchtraceap.labels.cost import ALPHA, LOOKS, MARGIN, TRIM, conclude, log_ratios, look
+from torchtraceap.labels.cost import ALPHA, LOOKS, MARGIN, TRIM, conclude, log_ratios, look, report_pairs
 
 
 def pairs(*ratios: float, clean: float = 0.010) -> list[tuple[float, float]]:
@@ -30,8 +30,19 @@ def test_times_that_are_none(bad: tuple[float, float]) -> None:
 def test_an_interval_needs_two_pairs(too_few: list[tuple[float, float]]) -> None:
     with pytest.raises(ValueError, match="two pairs"):
         look(too_few)
-    with pytest.raises(ValueError, match="two pairs"):  # of its own: those that decided do not count
-        conclude(pairs(*[1.1] * 6) + too_few, 6)
+
+
+def test_an_estimate_needs_two_pairs_of_its_own() -> None:
+    with pytest.raises(ValueError, match="two pairs"):  # those that decided do not count
+        conclude(pairs(*[1.1] * 7), 6)
+
+
+def test_what_nothing_stopped_tells_its_cost_too() -> None:
+    noisy = pairs(1.0, 1.2, 0.9, 1.1, 1.3, 0.8)
+    cost = conclude(noisy, 6)
+    assert (cost.state, report_pairs(look(noisy))) == ("undecided", 0)
+    assert math.log(cost.ratio) == pytest.approx(float(stats.trim_mean(log_ratios(noisy), TRIM)))
+    assert [report_pairs(look(pairs(*[1.5] * n))) for n in (4, 8, 12, 24)] == [4, 4, 6, 8]
 
 
 def test_interval_by_hand() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 
 from torchtraceap.collect import measure
 from torchtraceap.collect.distributed import World
 from torchtraceap.collect.loop import Placement
-from torchtraceap.labels.cost import LEAST_REPORT_PAIRS, LOOKS
+from torchtraceap.labels.cost import LOOKS, REPORT_PAIRS
 
 
 class Clock:
@@ -53,7 +55,7 @@ def test_a_clear_case_ends_at_the_first_look(monkeypatch: pytest.MonkeyPatch) ->
     assert cost.ratio == pytest.approx(1.5)
     assert cost.ms == pytest.approx(5.0)
     assert cost.decided_at == LOOKS[0]
-    assert len(cost.pairs) == LOOKS[0] + LEAST_REPORT_PAIRS
+    assert len(cost.pairs) == LOOKS[0] + REPORT_PAIRS[0]
     assert cost.pairs[0] == pytest.approx((0.010, 0.015))  # without, then with, whichever ran first
     assert measured(clocked(monkeypatch, 0.010, 1.0)).state == "benign"
 
@@ -65,7 +67,9 @@ def test_noise_goes_on_to_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None
     cost = measured(loop)
     assert cost.state == "undecided"
     assert cost.decided_at == LOOKS[-1]
-    assert len(cost.pairs) == LOOKS[-1] + LOOKS[-1] // 2
+    assert len(cost.pairs) == LOOKS[-1]  # nothing stopped it, so they tell the cost too
+    logs = [math.log(b / a) for a, b in cost.pairs]
+    assert math.log(cost.ratio) == pytest.approx(float(stats.trim_mean(logs, 0.2)))
 
 
 def test_long_steps_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +130,7 @@ def test_steps_after_a_toggle_are_discarded(monkeypatch: pytest.MonkeyPatch) -> 
     assert measured(loop).state == "benign"
     assert measured(clocked(monkeypatch, 0.010, 1.0, toggle=0.1)).ratio == pytest.approx(1.0)
     toggles = sum(a != b for a, b in zip(loop.arms, loop.arms[1:], strict=False))
-    blocks = 2 * (LOOKS[0] + LEAST_REPORT_PAIRS)
+    blocks = 2 * (LOOKS[0] + REPORT_PAIRS[0])
     assert len(loop.arms) == 2 * blocks + toggles + 1  # a block that follows one of its own arm is settled
 
 

@@ -23,7 +23,7 @@ from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import Injection, Job
-from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS, profile_steps
+from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS
 from torchtraceap.collect.session import run_job
 from torchtraceap.dataset.build import check
 from torchtraceap.dataset.parquet import read_metadata, read_traces
@@ -221,7 +221,7 @@ def test_costs_are_measured_before_the_first_profile(tmp_path: Path) -> None:
     run(job(COPY, OPTIMIZER, lookalikes=[SCALAR_CAST]), tmp_path)
     kinds = [text.split()[0] for text in told]
     profiles = ["profiling"] * (3 + 3)  # without markers and with them
-    assert kinds == ["building", "surveying", "warming"] + ["measuring"] * 3 + profiles + ["labelling"]
+    assert kinds == ["building", "surveying", "warming"] + ["measuring"] * 3 + profiles + ["reading", "labelling"]
 
 
 def test_a_lookalike_appears_in_some_traces_and_is_never_costly(tmp_path: Path) -> None:
@@ -324,12 +324,20 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     """Of each profile of a session whether it has markers, what acts, and the trace as read."""
     found: Taken = []
 
-    def watched(loop: TrainingLoop, settle: int, *, marking: bool) -> Trace:
-        acting = [one.name for one in SESSIONS[-1].placed if one.placement.armed]
-        found.append((marking, acting, profile_steps(loop, settle, marking=marking)))
+    record, read = session.profiling.record_steps, session.profiling.Recording.read
+    acting: dict[session.profiling.Recording, tuple[bool, list[str]]] = {}
+
+    def watched(loop: TrainingLoop, settle: int, *, marking: bool) -> session.profiling.Recording:
+        recording = record(loop, settle, marking=marking)
+        acting[recording] = marking, [one.name for one in SESSIONS[-1].placed if one.placement.armed]
+        return recording
+
+    def kept(recording: session.profiling.Recording) -> Trace:
+        found.append((*acting[recording], read(recording)))
         return found[-1][2]
 
-    monkeypatch.setattr(session.profiling, "profile_steps", watched)
+    monkeypatch.setattr(session.profiling, "record_steps", watched)
+    monkeypatch.setattr(session.profiling.Recording, "read", kept)
     return found
 
 
@@ -431,9 +439,10 @@ def test_two_patterns_share_a_trace(tmp_path: Path) -> None:
 
 def test_patterns_that_replace_one_stage_do_not_share_a_trace(tmp_path: Path) -> None:
     stalls = [Injection("dataloader_stall", name) for name in ("main_process", "starved_worker")]
-    summary, records = run(job(*stalls, arms=[[0, 1]]), tmp_path)
-    assert len(records) == 2
-    assert "would stand in for the stage" in summary["skipped"][0]
+    summary, records = run(job(*stalls, COPY, arms=[[0, 1, 2]]), tmp_path)
+    assert summary["skipped"] == []
+    found = [sorted(i.pattern for i in record.instances) for record in records]
+    assert sorted(found) == [[], ["dataloader_stall"], ["dataloader_stall", COPY.pattern]]
 
 
 def test_the_device_is_waited_for_and_given_back(tmp_path: Path) -> None:
@@ -460,7 +469,7 @@ def test_the_device_is_waited_for_and_given_back(tmp_path: Path) -> None:
 
 def test_workers_that_live_on_do_not_keep_the_device(tmp_path: Path) -> None:
     gate = tmp_path / "device.lock"
-    with session._locked(gate):
+    with session.locked(gate):
         batches = loader.endless([torch.zeros(2)], workers=1, pin=False)  # forked: they hold the file open
     try:
         with gate.open("ab") as other:
