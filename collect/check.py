@@ -152,6 +152,7 @@ def check(
     lanes: int = 1,
     resume: bool = False,
     time_limit: float = CHECK_TIME_LIMIT,
+    memory_limit: int | None = None,
     budget: float = math.inf,
     on_event: Callable[[JobEvent], None] = lambda event: None,
 ) -> tuple[CheckReport, RunReport]:
@@ -169,11 +170,12 @@ def check(
     ran = run_jobs(
         checks,
         folder,
-        Work("check", lambda one: one),
+        Work("check", lambda one, batch_size: one),
         devices=devices,
         lanes=lanes,
         resume=resume,
         time_limit=time_limit,
+        memory_limit=memory_limit,
         budget=budget,
         on_event=on_event,
     )
@@ -282,8 +284,8 @@ def run_request(request: Request, progress: Callable[[str], None]) -> dict[str, 
         "cases": [msgspec.to_builtins(stepped) for stepped, _ in tried.values()],
     }
     if failed:
-        kinds = [failure.kind for failure in failed.values()]
-        raise Failed(Failure(_reason(failed), kinds[0], result=result))
+        is_device = any(failure.kind == "device" for failure in failed.values())
+        raise Failed(Failure(_reason(failed), "device" if is_device else "error", result=result))
     return result
 
 

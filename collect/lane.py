@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ class Lane:
         self.device = device
         self.gate = gate
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch = ""
 
     def __enter__(self) -> Lane:
         return self
@@ -38,8 +41,11 @@ class Lane:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def submit(self, request: Request) -> bool:
-        """Start a workload; the one before must have ended. Whether a server had to be started for it."""
+    def submit(self, work: str, arguments: Any, *, time_limit: float, memory_limit: int = 0) -> bool:
+        """Start a workload; the one before must have ended. Whether a server had to be started for it.
+
+        See :class:`Request` for the arguments.
+        """
         if fresh := self._process is None or self._process.poll() is not None:
             self._stop()
             self._process = self._start()
@@ -47,6 +53,16 @@ class Lane:
             self._lines = Lines(self._process.stdout.fileno())
         assert self._process is not None
         assert self._process.stdin is not None
+        self._scratch = tempfile.mkdtemp(prefix="traceap-")
+        request = Request(
+            work=work,
+            arguments=msgspec.Raw(msgspec.json.encode(arguments)),
+            device=self.device,
+            time_limit=time_limit,
+            scratch=self._scratch,
+            gate=self.gate,
+            memory_limit=memory_limit,
+        )
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
             self._process.stdin.flush()
@@ -95,3 +111,5 @@ class Lane:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._process.stdout.close()
+        if self._scratch:  # the server removes it, if it can
+            shutil.rmtree(self._scratch, ignore_errors=True)

@@ -55,13 +55,24 @@ class Job(msgspec.Struct, frozen=True):
     runtime: Runtime = "eager"
     null_trials: int = 0
     world_size: int = 1
+    planned_batch_size: int | None = None
 
     @property
     def name(self) -> str:
-        """A file name without its ending. ``a_b`` and ``a-b`` differ in it, ``a/b`` and ``a-b`` do not."""
+        """A file name without its ending, which stays the same if a smaller batch is run than was planned.
+
+        ``a_b`` and ``a-b`` differ in it, ``a/b`` and ``a-b`` do not.
+        """
         model = re.sub(r"[^A-Za-z0-9._]+", "-", self.model)
         runtime = "" if self.runtime == "eager" else f"_{self.runtime}"
-        return f"{model}_{self.mode}_b{self.batch_size}{runtime}"
+        return f"{model}_{self.mode}_b{self.planned_batch_size or self.batch_size}{runtime}"
+
+    def at_batch(self, batch_size: int) -> Job:
+        """The job at another batch size than the planned one."""
+        if batch_size == self.batch_size:
+            return self
+        planned = self.planned_batch_size or self.batch_size
+        return msgspec.structs.replace(self, batch_size=batch_size, planned_batch_size=planned)
 
 
 class Order(msgspec.Struct, frozen=True):

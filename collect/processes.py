@@ -1,4 +1,4 @@
-"""What processes do to end together, and to take turns."""
+"""What processes do to end together and to take turns, and what they have of the machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from torchtraceap.errors import Terminated
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,6 +24,61 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise :class:`Terminated` in the block, so that it ends as in order as on Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def memory_of_session(leader: int, *, more_than: int) -> int:
+    """Bytes of main memory that the processes of a session have together.
+
+    Their resident sets count what they share several times, as forked ones share most. Only if that is more
+    than ``more_than`` is it worth to ask the system for the exact figure, where it knows one.
+    """
+    import psutil
+
+    processes = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            if os.getsid(pid) == leader:
+                processes.append(psutil.Process(pid))
+
+    def total(bytes_of: Callable[[Any], int]) -> int:
+        found = 0
+        for process in processes:
+            with suppress(psutil.Error):  # it has ended meanwhile
+                found += bytes_of(process)
+        return found
+
+    resident = total(lambda process: process.memory_info().rss)
+    if resident <= more_than or sys.platform != "linux":
+        return resident
+    return total(lambda process: process.memory_full_info().pss)
+
+
+def machine_memory() -> int:
+    """Bytes of main memory that this machine has, or the container that this process is in."""
+    import psutil
+
+    limits = [psutil.virtual_memory().total]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+    return min(limits)
 
 
 @contextmanager

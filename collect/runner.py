@@ -5,22 +5,35 @@ A run is a folder:
     plan.json              the jobs, written once
     shards/<job>.parquet   the traces of a finished workload, renamed into place when whole; with parts beside
                            it where that would be too large (dataset/shards.py)
-    log.jsonl              one line an end of a workload, appended; locked while the run goes on
+    log.jsonl              one line an end of a workload or a decision to run it again, appended; locked while
+                           the run goes on
+    stderr.log             what workloads printed, and why they failed
     device-<n>.lock        held by the workload that has the n-th device to itself
 
 Several lanes run workloads side by side. Each has a fork server of its own (collect/lane.py) and a device. Of
 the lanes of a device one measures and profiles, while others build their models, label or write.
+
+What is done about failures:
+
+    a signal killed it     it runs once more, as it may have been the system that ran out of memory
+    its batch is too large it runs once more, alone if it was not, else at half of its batch
+    the device failed      the device is asked whether it works (collect/probe.py); if not, its lanes end
+    the disk is full       the run ends
+
+Each decision is a line in the log, and a resumed run holds to those on batch sizes. All else that fails is
+recorded, and tried again when the run is resumed.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import select
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +41,18 @@ from typing import IO, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT
+from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT, probe
 from torchtraceap.collect.lane import Lane
 from torchtraceap.collect.plan import Job, Order
-from torchtraceap.collect.server import Request
+from torchtraceap.collect.processes import machine_memory, terminable
 from torchtraceap.errors import UserError
 from torchtraceap.files import replacing
+
+MEMORY_SHARE = 0.6
+"""Of the machine's memory, what a workload may take, unless told otherwise."""
+
+LEAST_BATCH = {"train": 2, "infer": 1}
+"""BatchNorm behind a global pooling cannot train on a single sample."""
 
 
 class Named(Protocol):
@@ -44,6 +63,7 @@ class Named(Protocol):
 
 
 AnyJob = TypeVar("AnyJob", bound=Named)
+OpenLane = Callable[[Path, str, str], AbstractContextManager[Lane]]
 
 
 @dataclass(frozen=True)
@@ -52,19 +72,22 @@ class Work(Generic[AnyJob]):
 
     Attributes:
         kind: A key of ``server.WORK``.
-        arguments: What the process of a job is told, as a structure of msgspec.
+        arguments: What the process of a job is told, which is given the batch size to run at.
         shard: The file that a finished job has left; without one, a job is finished that the log calls done.
+        batch_sizes: The planned batch size of a job, and those to try in turn where it does not fit.
     """
 
     kind: str
-    arguments: Callable[[AnyJob], Any]
+    arguments: Callable[[AnyJob, int], Any]
     shard: Callable[[AnyJob], Path] | None = None
+    batch_sizes: Callable[[AnyJob], Sequence[int]] = lambda job: (0,)
 
 
 class JobEvent(msgspec.Struct, frozen=True):
-    """What the runner tells its caller: ``start``, ``progress``, ``done``, ``failed`` or ``skipped``.
+    """What a caller is told: ``start``, ``progress``, ``again``, ``done``, ``failed`` or ``skipped``.
 
-    ``skipped`` is a job that was finished before. ``result`` is the summary of a finished job.
+    ``again`` is a job that will be run once more, ``skipped`` one that was finished before. ``result`` is the
+    summary of a finished job.
     """
 
     kind: str
@@ -75,15 +98,24 @@ class JobEvent(msgspec.Struct, frozen=True):
 
 
 class RunReport(msgspec.Struct):
-    """How a run ended. ``failed`` maps the name of a job to one line that says why.
+    """How a run ended.
 
-    ``left`` names the jobs that did not start within the budget.
+    Attributes:
+        done: Jobs that were finished in it; ``skipped`` were before.
+        failed: Why a job failed, in one line.
+        left: Jobs that did not start, within the budget or for want of a device.
+        again: Jobs that were run again, and why.
+        smaller: Finished jobs whose planned batch did not fit: the planned size and the one that did.
+        lost: Devices that stopped working, and how that showed.
     """
 
     done: list[str] = []
     skipped: list[str] = []
     failed: dict[str, str] = {}
     left: list[str] = []
+    again: dict[str, str] = {}
+    smaller: dict[str, tuple[int, int]] = {}
+    lost: dict[str, str] = {}
     traces: int = 0
     seconds: float = 0.0
 
@@ -102,8 +134,10 @@ def collect(
     resume: bool = False,
     event_cap: int = EVENT_CAP,
     time_limit: float = TIME_LIMIT,
+    memory_limit: int | None = None,
     shard_mb: float = SHARD_MB,
     budget: float = math.inf,
+    open_lane: OpenLane = Lane,
     on_event: Callable[[JobEvent], None] = lambda event: None,
 ) -> RunReport:
     """Collect the traces of every job of ``plan`` whose shard is missing.
@@ -115,20 +149,30 @@ def collect(
     For the others see :func:`run_jobs`. Of a distributed workload a device is where its rank 0 runs.
     """
 
-    def arguments(job: Job) -> Order:
-        return Order(job, str(shard_path(run, job)), event_cap, shard_mb)
+    def arguments(job: Job, batch_size: int) -> Order:
+        return Order(job.at_batch(batch_size), str(shard_path(run, job)), event_cap, shard_mb)
 
     return run_jobs(
         plan,
         run,
-        Work("collect", arguments, partial(shard_path, run)),
+        Work("collect", arguments, partial(shard_path, run), halved_batches),
         devices=devices,
         lanes=lanes,
         resume=resume,
         time_limit=time_limit,
+        memory_limit=memory_limit,
         budget=budget,
+        open_lane=open_lane,
         on_event=on_event,
     )
+
+
+def halved_batches(job: Job) -> list[int]:
+    """The planned batch size and what halving it gives, as far as the mode allows."""
+    sizes = [job.batch_size]
+    while sizes[-1] // 2 >= LEAST_BATCH[job.mode]:
+        sizes.append(sizes[-1] // 2)
+    return sizes
 
 
 def run_jobs(
@@ -140,7 +184,9 @@ def run_jobs(
     lanes: int = 1,
     resume: bool = False,
     time_limit: float = TIME_LIMIT,
+    memory_limit: int | None = None,
     budget: float = math.inf,
+    open_lane: OpenLane = Lane,
     on_event: Callable[[JobEvent], None] = lambda event: None,
 ) -> RunReport:
     """Run every job that is not finished, going on past failures.
@@ -153,80 +199,236 @@ def run_jobs(
         lanes: Workloads side by side for each device.
         resume: Allow ``run`` to hold an earlier run of the same plan.
         time_limit: Seconds that a workload may take, waiting for the device not included.
+        memory_limit: Bytes of main memory that a workload may take; a share of the machine's if None.
         budget: Seconds after which no further workload starts; those that run end in peace.
+        open_lane: Makes a lane of a file for standard error, a device and a gate.
         on_event: Told of every start, progress and end.
 
     Returns:
-        What was made, and what failed why. An interrupt (Ctrl-C) stops the workloads that run and raises
-        KeyboardInterrupt; finished ones stay.
+        What was made, and what failed why. An interrupt (Ctrl-C, SIGTERM) stops the workloads that run and
+        raises KeyboardInterrupt; finished ones stay.
 
     Raises:
-        UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given.
+        UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given; or its disk is
+            full.
     """
-
-    report = RunReport()
     begin = time.monotonic()
-    with _claimed(run, jobs, resume) as log, ExitStack() as opened:
-        if work.shard is None:
-            finished = {name for name, ended in read_log(run).items() if ended["event"] == "done"}
-        else:
-            finished = {job.name for job in jobs if work.shard(job).exists()}
-        waiting: deque[AnyJob] = deque()
-        for job in jobs:
-            if job.name in finished:
-                report.skipped.append(job.name)
-                on_event(JobEvent("skipped", job))
-            else:
-                waiting.append(job)
+    limits = _Limits(time_limit, memory_limit or int(MEMORY_SHARE * machine_memory()))
+    with _claimed(run, jobs, resume) as log, terminable(), ExitStack() as opened:
+        running = _Running(run, work, limits, log, on_event)
+        running.plan(jobs)
         # One lane of each device before the second of any: few workloads then meet at no gate.
-        places = [(device, n) for _ in range(lanes) for n, device in enumerate(devices)][: len(waiting)]
-        idle = deque(
-            opened.enter_context(
-                Lane(run / "stderr.log", device, str(run / f"device-{n}.lock") if lanes > 1 else "")
-            )
-            for device, n in places
-        )
-        busy: dict[Lane, tuple[AnyJob, _Stages]] = {}
-        while waiting or busy:
-            if time.monotonic() - begin > budget:
-                report.left += [job.name for job in waiting]
-                waiting.clear()
-                if not busy:
-                    break
-            while waiting and idle:
-                job, lane = waiting.popleft(), idle.popleft()
-                stages = _Stages()
-                busy[lane] = job, stages
-                on_event(JobEvent("start", job))
-                arguments = msgspec.Raw(msgspec.json.encode(work.arguments(job)))
-                if lane.submit(Request(work.kind, arguments, lane.device, time_limit, lane.gate)):
-                    stages.enter("importing the model libraries")
-                    on_event(JobEvent("progress", job, "importing the model libraries"))
-            for lane in select.select(list(busy), [], [])[0]:
-                job, stages = busy[lane]
-                for event in lane.events():
-                    if event["event"] == "progress":
-                        stages.enter(event["text"])
-                        on_event(JobEvent("progress", job, event["text"]))
-                    else:
-                        del busy[lane]
-                        idle.append(lane)
-                        _record(report, job, event, stages, log, on_event)
-    report.seconds = time.monotonic() - begin
-    return report
+        places = [(device, n) for _ in range(lanes) for n, device in enumerate(devices)]
+        for device, n in places[: len(running.waiting)]:
+            gate = str(run / f"device-{n}.lock") if lanes > 1 else ""
+            running.idle.append(opened.enter_context(open_lane(run / "stderr.log", device, gate)))
+        while True:
+            if time.monotonic() - begin > budget or not (running.idle or running.busy):
+                running.report.left += [attempt.job.name for attempt in running.waiting]
+                running.waiting.clear()
+            running.start()
+            if not running.busy:
+                break
+            running.follow()
+    running.report.seconds = time.monotonic() - begin
+    return running.report
 
 
 def read_log(run: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each job in ``log.jsonl``, by name.
+    """How each job ended last, by name: its line in ``log.jsonl``."""
+    return {entry["job"]: entry for entry in _log_entries(run) if entry["event"] in ("done", "failed")}
 
-    A line that is no whole one is passed over: the disk was full, or the machine went down.
-    """
-    ends: dict[str, dict[str, Any]] = {}
+
+def _log_entries(run: Path) -> Iterator[dict[str, Any]]:
+    """The lines of the log. One that is no whole one is passed over: the disk was full, say."""
     for line in (run / "log.jsonl").read_bytes().splitlines():
-        with suppress(msgspec.DecodeError, KeyError, TypeError):
+        with suppress(msgspec.DecodeError):
             entry = msgspec.json.decode(line)
-            ends[entry["job"]] = entry
-    return ends
+            if isinstance(entry, dict) and {"job", "event"} <= entry.keys():
+                yield entry
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Seconds and bytes that a workload may take."""
+
+    time: float
+    memory: int
+
+
+class _Attempt(Generic[AnyJob]):
+    """A job to run: at which batch size, if a signal has ended it before, and if it is to run alone.
+
+    ``had_company`` says whether others used its device meanwhile.
+    """
+
+    def __init__(self, job: AnyJob, batch_size: int, *, killed: bool = False, alone: bool = False) -> None:
+        self.job = job
+        self.batch_size = batch_size
+        self.killed = killed
+        self.alone = alone
+        self.had_company = False
+        self.stages = _Stages()
+
+
+class _Running(Generic[AnyJob]):
+    """The state of a run, and what follows from what its workloads say."""
+
+    def __init__(
+        self,
+        run: Path,
+        work: Work[AnyJob],
+        limits: _Limits,
+        log: IO[bytes],
+        on_event: Callable[[JobEvent], None],
+    ) -> None:
+        self.run = run
+        self.work = work
+        self.limits = limits
+        self.log = log
+        self.on_event = on_event
+        self.report = RunReport()
+        self.waiting: deque[_Attempt[AnyJob]] = deque()
+        self.idle: deque[Lane] = deque()
+        self.busy: dict[Lane, _Attempt[AnyJob] | None] = {}
+        """The lanes that work, without an attempt those that ask their device whether it works."""
+
+    def plan(self, jobs: Sequence[AnyJob]) -> None:
+        """Let all jobs wait that are not finished, with what was decided on them."""
+        if self.work.shard is None:
+            finished = {name for name, end in read_log(self.run).items() if end["event"] == "done"}
+        else:
+            finished = {job.name for job in jobs if self.work.shard(job).exists()}
+        sizes = {e["job"]: e["batch_size"][1] for e in _log_entries(self.run) if "batch_size" in e}
+        for job in jobs:
+            if job.name in finished:
+                self.report.skipped.append(job.name)
+                self.on_event(JobEvent("skipped", job))
+            else:
+                self.waiting.append(_Attempt(job, sizes.get(job.name, self._planned(job))))
+
+    def _planned(self, job: AnyJob) -> int:
+        return self.work.batch_sizes(job)[0]
+
+    def start(self) -> None:
+        """Give every idle lane something to do, unless a workload is or wants to be alone."""
+        while self.waiting and self.idle:
+            if self.busy and (self.waiting[0].alone or any(one and one.alone for one in self.busy.values())):
+                break
+            attempt, lane = self.waiting.popleft(), self.idle.popleft()
+            others = [one for other, one in self.busy.items() if one and other.device == lane.device]
+            for one in [*others, attempt] if others else []:
+                one.had_company = True
+            self.busy[lane] = attempt
+            attempt.stages = _Stages()
+            self.on_event(JobEvent("start", attempt.job))
+            if lane.submit(
+                self.work.kind,
+                self.work.arguments(attempt.job, attempt.batch_size),
+                time_limit=self.limits.time,
+                memory_limit=self.limits.memory,
+            ):
+                self._progress(attempt, "importing the model libraries")
+
+    def follow(self) -> None:
+        """Wait until lanes have something to say, and act on it."""
+        for lane in select.select(list(self.busy), [], [])[0]:
+            for event in lane.events():
+                attempt = self.busy[lane]
+                if event["event"] == "progress":
+                    if attempt is not None:
+                        self._progress(attempt, event["text"])
+                    continue
+                del self.busy[lane]
+                if attempt is None:
+                    self._probed(lane, event)
+                elif event["event"] == "done":
+                    self.idle.append(lane)
+                    self._done(attempt, event)
+                else:
+                    self._failed(lane, attempt, event)
+
+    def _progress(self, attempt: _Attempt[AnyJob], text: str) -> None:
+        attempt.stages.enter(text)
+        self.on_event(JobEvent("progress", attempt.job, text))
+
+    def _probed(self, lane: Lane, event: dict[str, Any]) -> None:
+        if event["event"] == "done":
+            self.idle.append(lane)
+        else:
+            self.report.lost.setdefault(lane.device, event["error"])
+
+    def _done(self, attempt: _Attempt[AnyJob], event: dict[str, Any]) -> None:
+        job, result = attempt.job, event["result"]
+        if (planned := self._planned(job)) != attempt.batch_size:
+            self.report.smaller[job.name] = (planned, attempt.batch_size)
+        self._write(attempt, event)
+        self.report.done.append(job.name)
+        self.report.traces += result.get("traces", 0)
+        self.on_event(JobEvent("done", job, seconds=attempt.stages.total(), result=result))
+
+    def _failed(self, lane: Lane, attempt: _Attempt[AnyJob], event: dict[str, Any]) -> None:
+        kind, error = event["kind"], event["error"]
+        if kind == "device":
+            self.busy[lane] = None
+            lane.submit("probe", None, time_limit=probe.TIME_LIMIT)
+        else:
+            self.idle.append(lane)
+        if kind == "killed" and not attempt.killed:
+            self._again(attempt, event, killed=True)
+            return
+        smaller = [size for size in self.work.batch_sizes(attempt.job) if size < attempt.batch_size]
+        if kind == "out_of_memory" and attempt.had_company:  # the others' models were on the device too
+            self._again(attempt, event, alone=True)
+            return
+        if kind == "out_of_memory" and smaller:
+            self._again(attempt, event, batch_size=smaller[0])
+            return
+        if kind == "killed":
+            error += ", for the second time"
+        self._write(attempt, {**event, "error": error, "stage": attempt.stages.last})
+        self.report.failed[attempt.job.name] = error
+        self.on_event(JobEvent("failed", attempt.job, text=error, seconds=attempt.stages.total()))
+        if kind == "disk_full" and Path(event["path"]).is_relative_to(self.run):
+            raise UserError(_disk_full(self.run))
+
+    def _again(
+        self,
+        old: _Attempt[AnyJob],
+        event: dict[str, Any],
+        *,
+        batch_size: int | None = None,
+        killed: bool = False,
+        alone: bool = False,
+    ) -> None:
+        """Run a job once more, before all others: what is decided on it is then told in one place."""
+        text, entry = event["error"], {**event, "event": "again", "stage": old.stages.last}
+        if batch_size is not None:
+            entry["batch_size"] = [old.batch_size, batch_size]
+            text += f"; now at batch {batch_size} instead of {old.batch_size}"
+        elif alone:
+            entry["alone"] = True
+            text += "; now alone"
+        self._write(old, entry)
+        self.report.again[old.job.name] = text
+        self.on_event(JobEvent("again", old.job, text=text, seconds=old.stages.total()))
+        self.waiting.appendleft(
+            _Attempt(old.job, batch_size or old.batch_size, killed=killed or old.killed, alone=alone)
+        )
+
+    def _write(self, attempt: _Attempt[AnyJob], entry: dict[str, Any]) -> None:
+        rounded = {stage: round(spent, 2) for stage, spent in attempt.stages.seconds().items()}
+        line = msgspec.json.encode({"job": attempt.job.name, "seconds": rounded, **entry}) + b"\n"
+        try:
+            self.log.write(line)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(_disk_full(self.run)) from error
+            raise UserError(f"{self.log.name} cannot be written: {error.strerror}") from error
+
+
+def _disk_full(run: Path) -> str:
+    return f"{run}: the disk is full; what is finished is kept: make room and go on with --resume"
 
 
 @contextmanager
@@ -244,8 +446,10 @@ def _claimed(run: Path, plan: Sequence[Named], resume: bool) -> Iterator[IO[byte
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes when this process does, however it ends
         except BlockingIOError:
-            raise UserError(f"{run} is in use: another process collects into it") from None
+            raise UserError(f"{run} is in use: another process works in it") from None
         _write_or_match(run, plan, resume)
+        if log.tell() and not log_path.read_bytes().endswith(b"\n"):  # the disk was full
+            log.write(b"\n")
         yield log
 
 
@@ -266,33 +470,6 @@ def _write_or_match(run: Path, plan: Sequence[Named], resume: bool) -> None:
             temporary.write_bytes(encoded)
 
 
-def _record(
-    report: RunReport,
-    job: Named,
-    final: dict[str, Any],
-    stages: _Stages,
-    log: IO[bytes],
-    on_event: Callable[[JobEvent], None],
-) -> None:
-    by_stage = stages.seconds()
-    seconds = sum(by_stage.values())
-    if final["event"] == "done":
-        result = final["result"]
-        report.done.append(job.name)
-        report.traces += result.get("traces", 0)
-        on_event(JobEvent("done", job, seconds=seconds, result=result))
-    else:
-        report.failed[job.name] = final["error"]
-        final = {"stage": stages.last, **final}
-        on_event(JobEvent("failed", job, text=final["error"], seconds=seconds))
-    rounded = {stage: round(spent, 2) for stage, spent in by_stage.items()}
-    line = msgspec.json.encode({"job": job.name, "seconds": rounded, **final}) + b"\n"
-    try:
-        log.write(line)
-    except OSError as error:
-        raise UserError(f"{log.name} cannot be written: {error.strerror}") from error
-
-
 class _Stages:
     """Where the time of a workload goes: seconds by the first word of what it says that it is doing."""
 
@@ -306,6 +483,10 @@ class _Stages:
     def last(self) -> str:
         """What it said last that it is doing."""
         return self._entered[-1][0]
+
+    def total(self) -> float:
+        """Seconds since it was created."""
+        return time.monotonic() - self._entered[0][1]
 
     def seconds(self) -> dict[str, float]:
         spent: dict[str, float] = {}

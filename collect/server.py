@@ -7,7 +7,7 @@ process. When standard input closes, because the runner ended or was killed, the
 ends.
 
     <- {"work": "collect", "arguments": {...}, "device": "cuda:0", "time_limit": 600.0,
-        "gate": "run/device-0.lock"}
+        "scratch": "/tmp/traceap-x", "gate": "run/device-0.lock", "memory_limit": 64000000000}
     -> {"event": "progress", "text": "measuring host_sync/item"}
     -> {"event": "done", "result": {...}}
        or   {"event": "failed", "error": "one line", "kind": "out_of_memory"}  (collect/failures.py)
@@ -20,16 +20,20 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from torchtraceap.collect.failures import Failed, Failure, Kind, describe
-from torchtraceap.collect.processes import die_with
+from torchtraceap.collect.processes import die_with, memory_of_session
 from torchtraceap.errors import UserError
 
 LIBRARIES = (
@@ -38,10 +42,17 @@ LIBRARIES = (
 )  # fmt: skip
 """What every child would else import anew: our own session, with the profiler and scipy, is 1.4 s of it."""
 
-WORK = {"collect": "torchtraceap.collect.session", "check": "torchtraceap.collect.check"}
+WORK = {
+    "collect": "torchtraceap.collect.session",
+    "check": "torchtraceap.collect.check",
+    "probe": "torchtraceap.collect.probe",
+}
 """Kinds of workloads: the module whose ``run_request(request, progress)`` returns the result as JSON."""
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 0.5
+LOG_BYTES = 1 << 20
+"""What is kept of all that a workload prints: the beginning and the end."""
+
 WAITING = "waiting for the device"
 """What a workload says when it waits for others to be done with the device."""
 
@@ -51,14 +62,23 @@ _CHUNK = 1 << 16
 class Request(msgspec.Struct, frozen=True):
     """One workload for the server: a kind of :data:`WORK`, what that takes, and what is alike for all.
 
-    ``gate`` is a lock file of the device if others use it too, else empty.
+    Attributes:
+        work: A key of :data:`WORK`.
+        arguments: What its process is told.
+        device: Where it runs.
+        time_limit: Seconds that it may take, waiting for the device not included.
+        scratch: A folder of its own for temporary files, which the server removes.
+        gate: A lock file of the device if others use it too, else empty.
+        memory_limit: Bytes that its processes may have together; 0: no limit.
     """
 
     work: str
     arguments: msgspec.Raw
     device: str
     time_limit: float
+    scratch: str
     gate: str = ""
+    memory_limit: int = 0
 
 
 def serve() -> None:
@@ -89,22 +109,34 @@ def _import_all() -> None:
 def _run_one(request: Request, events: Any, requests: Lines) -> None:
     read, write = os.pipe()
     server = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        events.close()  # or the runner would not see the end of a server that was killed
-        _child(request, write, server)
-    os.close(write)
-    try:
-        final = _follow(request, pid, Lines(read), events, requests)
-    finally:
-        _kill(pid)  # loader workers too; a finished child has nothing left to lose
-        _, status = os.waitpid(pid, 0)
-        os.close(read)
+    with _removed(request.scratch), Printed(Path(request.scratch)) as printed:
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            events.close()  # or the runner would not see the end of a server that was killed
+            _child(request, write, server, printed.fd)
+        os.close(write)
+        try:
+            final = _follow(request, pid, Lines(read), events, requests, printed)
+        finally:
+            _kill(pid)  # loader workers too; a finished child has nothing left to lose
+            _, status = os.waitpid(pid, 0)
+            os.close(read)
     events.write((final or _death(status)) + b"\n")
 
 
-def _follow(request: Request, pid: int, child: Lines, events: Any, requests: Lines) -> bytes:
+@contextlib.contextmanager
+def _removed(folder: str) -> Iterator[None]:
+    """Remove a folder after the block, whatever a workload that was killed has left there."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _follow(
+    request: Request, pid: int, child: Lines, events: Any, requests: Lines, printed: Printed
+) -> bytes:
     """Pass on the child's progress and return its last event; empty if it died without one.
 
     The time for which the child waits for its turn on the device does not count.
@@ -114,7 +146,14 @@ def _follow(request: Request, pid: int, child: Lines, events: Any, requests: Lin
     """
     deadline = time.monotonic() + request.time_limit
     waiting_since: float | None = None
+    next_look = time.monotonic()
     while (left := deadline - (waiting_since or time.monotonic())) > 0:
+        if time.monotonic() >= next_look:
+            next_look = time.monotonic() + POLL_SECONDS
+            printed.bound()
+            if 0 < request.memory_limit < memory_of_session(pid, more_than=request.memory_limit):
+                gib = request.memory_limit / 2**30
+                return _failed(f"memory limit of {gib:.3g} GiB reached", "memory_limit")
         # A child that was killed does not close the pipe while its loader workers hold it too.
         ended = _has_ended(pid)
         ready, _, _ = select.select([child.fd, 0], [], [], 0 if ended else min(left, POLL_SECONDS))
@@ -142,12 +181,15 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _child(request: Request, write: int, server: int) -> None:
+def _child(request: Request, write: int, server: int, printed: int) -> None:
     """Run the workload and report its end; never returns."""
     os.setsid()  # so that a time-out reaches its loader workers too
     die_with(server)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
+    for fd in (1, 2):
+        os.dup2(printed, fd)
+    os.environ["TMPDIR"] = tempfile.tempdir = request.scratch
 
     def say(message: dict[str, Any]) -> None:
         os.write(write, msgspec.json.encode(message) + b"\n")
@@ -178,6 +220,33 @@ def _death(status: int) -> bytes:
 
 def _failed(error: str, kind: Kind) -> bytes:
     return msgspec.json.encode({"event": "failed", **msgspec.to_builtins(Failure(error, kind))})
+
+
+class Printed:
+    """What a workload prints: a file of its own, of which at last beginning and end go to standard error."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "printed.log"
+
+    def __enter__(self) -> Printed:
+        self.fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # the disk may be full
+            self.bound(LOG_BYTES)
+            os.lseek(self.fd, 0, os.SEEK_SET)
+            while chunk := os.read(self.fd, _CHUNK):
+                os.write(2, chunk)
+        os.close(self.fd)
+
+    def bound(self, limit: int = 16 * LOG_BYTES) -> None:
+        """Take out the middle if there is more than ``limit``."""
+        size = os.fstat(self.fd).st_size
+        if size > limit:
+            tail = os.pread(self.fd, LOG_BYTES // 2, size - LOG_BYTES // 2)
+            os.ftruncate(self.fd, LOG_BYTES // 2)
+            os.write(self.fd, b"\n[... %d bytes left out ...]\n" % (size - LOG_BYTES) + tail)
 
 
 def _kill(pid: int) -> None:

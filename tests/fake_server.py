@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torchtraceap.files import replacing
 
 RESULT = {"traces": 2, "events": 20, "segments": 3, "states": [], "skipped": []}
 SLOW = 60.0
+ORDERS: list[Order] = []
 Progress = Callable[[str], None]
 
 
@@ -83,6 +85,58 @@ def killed(out: Path, progress: Progress) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed_once(out: Path, progress: Progress) -> None:
+    mark = out.with_suffix(".mark")
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    mark.unlink()
+    out.write_bytes(b"shard")
+
+
+def fits(out: Path, progress: Progress) -> None:
+    """Fits the device at a batch of 2 and below."""
+    if ORDERS[-1].job.batch_size > 2:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    out.write_bytes(b"shard")
+
+
+def fits_alone(out: Path, progress: Progress) -> None:
+    """Fits while no other such workload has the device."""
+    here = out.with_suffix(".here")
+    here.touch()
+    time.sleep(0.5)
+    others = set(out.parent.glob("*.here")) - {here}
+    time.sleep(0.2)
+    here.unlink()
+    if others:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    out.write_bytes(b"shard")
+
+
+def broken(out: Path, progress: Progress) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+
+
+def greedy(out: Path, progress: Progress) -> None:
+    """Shares a page with each of its workers, and takes much of its own."""
+    taken = [b"x" * (1 << 20)]
+    _with_worker(progress)
+    while True:
+        taken.append(os.urandom(1 << 20))
+        time.sleep(0.002)
+
+
+def litters(out: Path, progress: Progress) -> None:
+    progress(f"folder {tempfile.mkdtemp()}")
+    out.write_bytes(b"shard")
+
+
+def litters_and_dies(out: Path, progress: Progress) -> None:
+    progress(f"folder {tempfile.mkdtemp()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def kills_server(out: Path, progress: Progress) -> None:
     _with_worker(progress)
     time.sleep(0.3)  # until the server has passed that on
@@ -106,6 +160,7 @@ def _with_worker(progress: Progress) -> None:
 def run_request(request: server.Request, progress: Progress) -> dict[str, Any]:
     """Stands for ``session.run_request``: the model's name says what happens."""
     order = msgspec.json.decode(request.arguments, type=Order)
+    ORDERS.append(order)
     out = Path(order.out)
     out.parent.mkdir(exist_ok=True)
     globals()[order.job.model.split("/")[1].split(".")[0]](out, progress)
@@ -127,6 +182,13 @@ def run_check(request: server.Request, progress: Progress) -> dict[str, Any]:
     return result
 
 
+def run_probe(request: server.Request, progress: Progress) -> dict[str, Any]:
+    """Stands for ``probe.run_request``: one device is gone."""
+    if request.device == "gone:0":
+        raise RuntimeError("No CUDA GPUs are available")
+    return {}
+
+
 def main() -> None:
     if sys.argv[1:] == ["tiny"]:
         import tiny
@@ -138,13 +200,11 @@ def main() -> None:
         register(tiny.spec())
         measure.LOOKS, measure.report_pairs, session.WARMUP_STEPS = (2,), lambda decision: 2, 1
     else:
-        fake = types.ModuleType("torchtraceap.collect.session")
-        fake.__dict__["run_request"] = run_request
-        sys.modules[fake.__name__] = fake
-        fake_check = types.ModuleType("fake_check")
-        fake_check.__dict__["run_request"] = run_check
-        sys.modules[fake_check.__name__] = fake_check
-        server.WORK["check"] = fake_check.__name__
+        for kind, function in (("collect", run_request), ("check", run_check), ("probe", run_probe)):
+            fake = types.ModuleType(f"fake_{kind}")
+            fake.__dict__["run_request"] = function
+            sys.modules[fake.__name__] = fake
+            server.WORK[kind] = fake.__name__
         server.LIBRARIES = ()
     server.serve()
 

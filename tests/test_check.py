@@ -51,7 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
     def run(adapter=None, cases=BOTH, gate="", said=None):
         monkeypatch.setitem(ZOO._entries, "tiny/net", tiny.spec(adapter=adapter))
         arguments = msgspec.Raw(msgspec.json.encode(Check("tiny/net", cases)))
-        request = Request("check", arguments, "cpu", 60.0, gate)
+        request = Request("check", arguments, "cpu", 60.0, scratch="", gate=gate)
         return run_request(request, (said if said is not None else []).append)
 
     return run
@@ -138,7 +138,9 @@ def test_every_model_is_in_the_report(zoo: list[str], tmp_path: Path) -> None:
         "tiny/killed": ("failed", report.models[3].reason),
         "tiny/ok": ("passed", ""),
     }
-    assert report.models[3].reason.startswith("killed by SIGKILL (out of memory?) (pids ")
+    assert report.models[3].reason.startswith(
+        "killed by SIGKILL (out of memory?), for the second time (pids "
+    )
     assert report.models[2].cases == report.models[4].cases
     assert (report.models[4].build_s, report.models[4].cases[0].step_ms) == (0.5, 1.5)
     assert len(ran.failed) == 3

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,9 @@ import msgspec
 import psutil
 import pytest
 
-from torchtraceap.collect import lane, runner
+from torchtraceap.collect import lane, runner, server
 from torchtraceap.collect.plan import Injection, Job
-from torchtraceap.collect.runner import JobEvent, collect, shard_path
+from torchtraceap.collect.runner import JobEvent, collect, halved_batches, shard_path
 from torchtraceap.dataset.parquet import read_traces
 from torchtraceap.errors import UserError
 
@@ -147,12 +148,22 @@ def test_a_lane_that_dies_leaves_the_other_alone(tmp_path: Path) -> None:
     report = run("kills_server ok.1 ok.2 ok.3", tmp_path, recorder, lanes=2)
     assert list(report.failed) == ["fake-kills_server_train_b2"]
     assert len(report.done) == 3
-    os.kill(recorder.processes[-1], signal.SIGKILL)  # its worker, which sleeps
+    for worker in recorder.processes[2::3]:  # which sleep
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_output_of_a_model_does_not_mix_with_the_protocol(tmp_path: Path) -> None:
     assert run("chatty ok", tmp_path).failed == {}
-    assert (tmp_path / "stderr.log").stat().st_size > 20_000_000
+
+
+def test_the_log_keeps_the_beginning_and_the_end_of_what_a_model_prints(tmp_path: Path) -> None:
+    assert run("chatty error", tmp_path).done == ["fake-chatty_train_b2"]
+    text = (tmp_path / "stderr.log").read_text(errors="replace")
+    assert len(text) < 2 * server.LOG_BYTES
+    assert text.startswith("x" * 100_000)
+    assert "bytes left out" in text
+    assert "yyyy" in text
+    assert text.endswith("second line\n")  # the traceback of the next
 
 
 def test_time_limit_ends_a_workload_and_its_workers(tmp_path: Path) -> None:
@@ -171,9 +182,94 @@ def test_waiting_for_the_device_is_no_time_of_ones_own(tmp_path: Path) -> None:
 def test_a_killed_workload_is_reported_though_its_workers_live_on(tmp_path: Path) -> None:
     recorder = Recorder()
     report = run("killed ok", tmp_path, recorder)
-    assert report.failed == {"fake-killed_train_b2": "killed by SIGKILL (out of memory?)"}
+    assert report.failed == {
+        "fake-killed_train_b2": "killed by SIGKILL (out of memory?), for the second time"
+    }
     assert report.done == ["fake-ok_train_b2"]
+    assert recorder.kinds == ["start", "again", "start", "failed", "start", "done"]
     wait_until(lambda: not any(map(alive, recorder.processes)))
+
+
+def test_a_workload_that_a_signal_ended_has_a_second_chance(tmp_path: Path) -> None:
+    report = run("killed_once", tmp_path)
+    assert report.done == ["fake-killed_once_train_b2"]
+    assert report.again == {"fake-killed_once_train_b2": "killed by SIGSEGV"}
+    assert [(line["event"], line.get("kind")) for line in log(tmp_path)] == [
+        ("again", "killed"),
+        ("done", None),
+    ]
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_the_decision_kept(tmp_path: Path) -> None:
+    plan = [Job("fake/fits", "train", 9, 0, [], []), job("ok")]
+    recorder = Recorder()
+    report = collect(plan, tmp_path, on_event=recorder)
+    assert report.smaller == {"fake-fits_train_b9": (9, 2)}
+    assert report.done == ["fake-fits_train_b9", "fake-ok_train_b2"]
+    assert recorder.kinds == ["start", "again"] * 2 + ["start", "done"] * 2
+    assert "now at batch 2 instead of 4" in [e.text for e in recorder.events if e.kind == "again"][-1]
+    decisions = [line["batch_size"] for line in log(tmp_path) if line["event"] == "again"]
+    assert decisions == [[9, 4], [4, 2]]
+    shard_path(tmp_path, plan[0]).unlink()  # as if it had been killed after the decision
+    again = collect(plan, tmp_path, resume=True)
+    assert (again.again, again.smaller) == ({}, {"fake-fits_train_b9": (9, 2)})
+
+
+def test_the_smallest_batch_may_not_fit_either(tmp_path: Path) -> None:
+    assert halved_batches(Job("fake/fits", "infer", 9, 0, [], [])) == [9, 4, 2, 1]
+    report = collect([Job("fake/fits", "train", 3, 0, [], [])], tmp_path)
+    assert report.failed == {
+        "fake-fits_train_b3": "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    }
+
+
+def test_what_does_not_fit_beside_others_keeps_its_batch(tmp_path: Path) -> None:
+    report = run("fits_alone.1 fits_alone.2", tmp_path, lanes=2)
+    assert len(report.done) == 2
+    assert report.smaller == {}
+    assert {line["event"] for line in log(tmp_path)} == {"again", "done"}
+    assert not any("batch_size" in line for line in log(tmp_path))
+
+
+def test_a_memory_limit_ends_a_workload_and_its_workers(tmp_path: Path) -> None:
+    recorder = Recorder()
+    report = run("greedy ok", tmp_path, recorder, memory_limit=200 << 20)
+    assert report.failed == {"fake-greedy_train_b2": "memory limit of 0.195 GiB reached"}
+    assert report.done == ["fake-ok_train_b2"]
+    assert recorder.kinds == ["start", "failed", "start", "done"]  # once: it would happen again
+    wait_until(lambda: not any(map(alive, recorder.processes)))
+
+
+def test_a_device_that_works_on_is_used_on(tmp_path: Path) -> None:
+    report = run("broken.1 broken.2 ok", tmp_path, devices=["cuda:0"])
+    assert list(report.failed) == ["fake-broken.1_train_b2", "fake-broken.2_train_b2"]
+    assert report.failed["fake-broken.1_train_b2"].endswith(
+        "CUDA error: an illegal memory access was encountered"
+    )
+    assert (report.done, report.lost) == (["fake-ok_train_b2"], {})
+
+
+def test_a_device_that_is_gone_leaves_the_rest_for_later(tmp_path: Path) -> None:
+    report = run("broken ok.1 ok.2", tmp_path, devices=["gone:0"])
+    assert list(report.failed) == ["fake-broken_train_b2"]
+    assert report.lost == {"gone:0": "RuntimeError: No CUDA GPUs are available"}
+    assert report.left == ["fake-ok.1_train_b2", "fake-ok.2_train_b2"]
+    assert run("broken ok.1 ok.2", tmp_path, resume=True, devices=["cuda:0"]).done == report.left
+
+
+def test_other_devices_do_the_work_of_one_that_is_gone(tmp_path: Path) -> None:
+    report = run("broken waits ok.1 ok.2", tmp_path, devices=["gone:0", "cuda:0"])
+    assert list(report.lost) == ["gone:0"]
+    assert (len(report.done), report.left) == (3, [])
+
+
+def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    recorder = Recorder()
+    run("litters litters_and_dies", tmp_path, recorder)
+    folders = [Path(e.text.split()[1]) for e in recorder.events if e.text.startswith("folder ")]
+    assert len(folders) == 3
+    assert {path.parent.parent for path in folders} == {Path(tempfile.gettempdir())}
+    assert not any(path.parent.exists() for path in folders)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
@@ -183,9 +279,10 @@ def test_a_killed_server_takes_its_workload_along_and_is_started_anew(tmp_path: 
     (error,) = report.failed.values()
     assert "the fork server died (exit status -9)" in error
     assert report.done == ["fake-ok_train_b2"]
-    server, child, worker = recorder.processes
-    wait_until(lambda: not (alive(server) or alive(child)))
-    os.kill(worker, signal.SIGKILL)  # a loader's workers look after their parent; this one sleeps
+    servers, children, workers = (recorder.processes[kind::3] for kind in range(3))  # of both attempts
+    wait_until(lambda: not any(map(alive, [*servers, *children])))
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)  # a loader's workers look after their parent; this one sleeps
 
 
 @contextlib.contextmanager
@@ -226,11 +323,15 @@ def test_nothing_outlives_a_killed_runner_and_resume_runs_the_rest(tmp_path: Pat
     assert not torn.exists()
 
 
-def test_interrupt_stops_the_workload_and_keeps_what_is_finished(tmp_path: Path) -> None:
+# An uncaught KeyboardInterrupt ends Python as the signal would have, one of its kind does not.
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 1)])
+def test_interrupt_stops_the_workload_and_keeps_what_is_finished(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
     with other_runner(tmp_path, "ok sleep ok.2") as (process, processes):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         process.wait(SECONDS)
-        assert process.returncode == -signal.SIGINT  # as Python ends on an uncaught KeyboardInterrupt
+        assert process.returncode == status
         assert not any(map(alive, processes))
     assert names(tmp_path) == ["fake-ok_train_b2.parquet"]
 
@@ -301,11 +402,16 @@ def test_full_disk(tmp_path: Path) -> None:
         pytest.skip("this container may not mount")
     recorder = Recorder()
     try:
-        with pytest.raises(UserError, match=r"log\.jsonl cannot be written: No space left on device"):
-            run("full ok", tmp_path, recorder)
-        assert recorder.kinds == ["start", "failed"]
+        with pytest.raises(
+            UserError, match="the disk is full; what is finished is kept: make room and go on"
+        ):
+            run("ok.1 full ok.2", tmp_path, recorder)
+        assert recorder.kinds == ["start", "done", "start", "failed"]
         assert recorder.events[-1].text.startswith("OSError: [Errno 28] No space left on device")
-        assert names(tmp_path) == []
+        assert names(tmp_path) == ["fake-ok.1_train_b2.parquet"]
+        subprocess.run(["mount", "-o", "remount,size=9m", str(tmp_path)], check=True)
+        done = run("ok.1 full ok.2", tmp_path, resume=True).done
+        assert done == ["fake-full_train_b2", "fake-ok.2_train_b2"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -1,8 +1,8 @@
 """The command `traceap`: what is available, how it ends, and nothing else.
 
 Exit codes: 0 done, 1 not all was done (a workload failed, the reader of the output went away), 2 bad input
-or usage (one line on stderr), 130 interrupted. Anything else is a bug and keeps its traceback. Commands
-import what they need when they run: `traceap --help` loads neither torch nor pandas.
+or usage (one line on stderr), 130 interrupted, 143 the same by SIGTERM. Anything else is a bug and keeps its
+traceback. Commands import what they need when they run: `traceap --help` loads neither torch nor pandas.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import typer
 
 from torchtraceap import __version__, console
 from torchtraceap.commands import auditing, catalogue, checking, collecting, data, demo, quality, scoring
-from torchtraceap.errors import UserError
+from torchtraceap.errors import Terminated, UserError
 
 INCOMPLETE = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
+TERMINATED = 143
 
 app = typer.Typer(
     name="traceap",
@@ -64,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UserError as error:
         return _refuse(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        result = INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort) as error:
+        # Typer turns the one into the other.
+        result = TERMINATED if isinstance(error.__cause__ or error, Terminated) else INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         _drop_stdout()
         return INCOMPLETE
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         hint = f" See: {context.command_path} --help" if context is not None else ""
         return _refuse(error.format_message() + hint)
-    if result == INTERRUPTED:
+    if result in (INTERRUPTED, TERMINATED):
         sys.stderr.write("traceap: interrupted\n")
     return result if isinstance(result, int) else 0
 
