@@ -41,7 +41,8 @@ class Job(msgspec.Struct, frozen=True):
     Each arm gives a trace beside the clean one, with the injections that it lists by index; no injection is
     in two arms. Look-alikes appear in half of all traces. ``spares`` stand in, in their order, for injections
     that find no place in the model. ``null_trials`` compare the clean loop with itself. ``world_size`` is the
-    number of ranks, above 1 in distributed workloads alone.
+    number of ranks, above 1 in distributed workloads alone. ``planned_batch_size`` is that of the plan, where
+    it did not fit and ``batch_size`` is run instead.
     """
 
     model: str
