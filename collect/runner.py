@@ -107,6 +107,7 @@ class RunReport(msgspec.Struct):
         again: Jobs that were run again, and why.
         smaller: Finished jobs whose planned batch did not fit: the planned size and the one that did.
         lost: Devices that stopped working, and how that showed.
+        stages: Seconds of all workloads by what they did, as they said in its first word.
     """
 
     done: list[str] = []
@@ -116,6 +117,7 @@ class RunReport(msgspec.Struct):
     again: dict[str, str] = {}
     smaller: dict[str, tuple[int, int]] = {}
     lost: dict[str, str] = {}
+    stages: dict[str, float] = {}
     traces: int = 0
     seconds: float = 0.0
 
@@ -417,7 +419,10 @@ class _Running(Generic[AnyJob]):
         )
 
     def _write(self, attempt: _Attempt[AnyJob], entry: dict[str, Any]) -> None:
-        rounded = {stage: round(spent, 2) for stage, spent in attempt.stages.seconds().items()}
+        spent = attempt.stages.seconds()
+        for stage, seconds in spent.items():
+            self.report.stages[stage] = self.report.stages.get(stage, 0.0) + seconds
+        rounded = {stage: round(seconds, 2) for stage, seconds in spent.items()}
         line = msgspec.json.encode({"job": attempt.job.name, "seconds": rounded, **entry}) + b"\n"
         try:
             self.log.write(line)

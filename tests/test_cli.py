@@ -523,13 +523,14 @@ def test_collect_hands_its_limits_to_the_runner(traceap, monkeypatch, tmp_path):
 
     monkeypatch.setattr(runner, "collect", run)
     limits = ["--lanes", 3, "--budget", 0, "--time-limit", 7, "--event-cap", 9, "--shard-mb", 1.5, "--resume"]
+    limits += ["--memory-limit", 0.5]
     code, text, _ = traceap(
         "collect", "-o", tmp_path / "run", "--model", "timm/resnet18", "--device", "cpu", *limits
     )
     assert code == 0
     assert given == {
         "devices": ["cpu"], "lanes": 3, "budget": 0, "time_limit": 7, "event_cap": 9, "resume": True,
-        "shard_mb": 1.5,
+        "shard_mb": 1.5, "memory_limit": 1 << 29,
     }  # fmt: skip
     assert "2 workloads did not start within the budget; --resume runs them\n" in text
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.progress import Progress
 
 PIPE_WIDTH = 160
@@ -108,6 +109,18 @@ def _plain(value: Any) -> Any:
 def note(text: object) -> None:
     """Print a line on stderr."""
     err().print(safe(text), soft_wrap=True)
+
+
+def live(render: Callable[[], RenderableType], refreshes_a_second: float) -> AbstractContextManager[object]:
+    """Keep what ``render`` returns on show on stderr, below all notes, while the block runs.
+
+    It disappears at the end; where stderr is no terminal there is nothing to see.
+    """
+    from rich.live import Live
+
+    if not err().is_terminal:
+        return nullcontext()
+    return Live(get_renderable=render, console=err(), refresh_per_second=refreshes_a_second, transient=True)
 
 
 def progress() -> Progress:

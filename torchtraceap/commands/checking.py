@@ -11,16 +11,18 @@ import typer
 from torchtraceap import console
 from torchtraceap.collect import CHECK_TIME_LIMIT
 from torchtraceap.commands._options import Family, Json, MaxParams, MinParams, Source, Task, TimeLimit
+from torchtraceap.commands._runs import following, print_lost
 from torchtraceap.commands.catalogue import zoo
 from torchtraceap.commands.collecting import (
     PARTLY_FAILED,
     Budget,
     Device,
+    MemoryLimit,
     Models,
     Modes,
     Tier,
     TierOption,
-    following,
+    bytes_of,
     resolve_devices,
 )
 from torchtraceap.errors import UserError
@@ -62,6 +64,7 @@ def zoo_check(
         ),
     ] = None,
     time_limit: TimeLimit = CHECK_TIME_LIMIT,
+    memory_limit: MemoryLimit = None,
     budget: Budget = math.inf,
     resume: Annotated[
         bool,
@@ -103,6 +106,7 @@ def zoo_check(
             lanes=lanes or (1 if kind == "cpu" else LANES),
             resume=resume,
             time_limit=time_limit,
+            memory_limit=bytes_of(memory_limit),
             budget=budget,
             on_event=show,
         )
@@ -110,6 +114,7 @@ def zoo_check(
         console.emit_json(report)
     else:
         print_report(report)
+        print_lost(ran)
         print(
             f"{', '.join(f'{report.count(state)} {state}' for state in STATES)}; {ran.seconds:.0f} s; "
             f"{console.visible(out / 'check.json')}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,10 +13,11 @@ import typer
 from torchtraceap import console
 from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT
 from torchtraceap.commands._options import Json, Seed, TimeLimit
+from torchtraceap.commands._runs import following, print_run
 from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtraceap.collect.runner import JobEvent, RunReport
+    from torchtraceap.collect.runner import RunReport
 
 PARTLY_FAILED = 1
 
@@ -63,6 +62,16 @@ Budget = Annotated[
         help="Start no workload after so long; --resume goes on. Plans are ordered so that what is done "
         "by then is a fair part.",
         show_default=False,
+    ),
+]
+MemoryLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-limit",
+        min=0.1,
+        max=1e6,
+        metavar="GIB",
+        help="Main memory that a workload may take, with its loader workers. Default: 60 % of the machine's.",
     ),
 ]
 
@@ -119,6 +128,7 @@ def collect(
     ] = None,
     seed: Seed = 0,
     time_limit: TimeLimit = TIME_LIMIT,
+    memory_limit: MemoryLimit = None,
     event_cap: Annotated[
         int, typer.Option("--event-cap", min=1, help="A trace with more events is cut to fewer steps.")
     ] = EVENT_CAP,
@@ -183,6 +193,7 @@ def collect(
             lanes=lanes or (1 if kind == "cpu" else 2),
             resume=resume,
             time_limit=time_limit,
+            memory_limit=bytes_of(memory_limit),
             event_cap=event_cap,
             shard_mb=shard_mb,
             budget=budget,
@@ -193,13 +204,22 @@ def collect(
     else:
         print(
             f"{report.traces} traces of {len(report.done)} workloads in {console.visible(out)}, "
-            f"{report.seconds:.0f} s; {len(report.skipped)} were there already, {len(report.failed)} failed"
+            f"{report.seconds:.0f} s{_rate(report)}; {len(report.skipped)} were there already, "
+            f"{len(report.failed)} failed"
         )
         if report.left:
-            print(f"{len(report.left)} workloads did not start within the budget; --resume runs them")
-        print_failures(report)
+            why = "for want of a device" if report.lost else "within the budget"
+            print(f"{len(report.left)} workloads did not start {why}; --resume runs them")
+        print_run(report)
     if report.failed:
         raise typer.Exit(PARTLY_FAILED)
+
+
+def _rate(report: RunReport) -> str:
+    """Traces a minute, in words, where there are any."""
+    return (
+        f" ({60 * report.traces / report.seconds:.1f} a minute)" if report.traces and report.seconds else ""
+    )
 
 
 def _part(text: str | None) -> tuple[int, int]:
@@ -212,10 +232,9 @@ def _part(text: str | None) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def print_failures(report: RunReport) -> None:
-    """Say in a table what failed and why; nothing if nothing did."""
-    if report.failed:
-        console.table("failed", ("workload", "reason"), report.failed.items())
+def bytes_of(gib: float | None) -> int | None:
+    """What ``--memory-limit`` says, in bytes."""
+    return None if gib is None else int(gib * 2**30)
 
 
 def choose_models(names: list[str] | None, tier: Tier | None) -> list[str]:
@@ -248,26 +267,3 @@ def resolve_devices(name: str, size: int = 1) -> tuple[list[str], str]:
 
     found = devices.groups(name, size)
     return list(map(str, found)), found[0].type
-
-
-@contextmanager
-def following(total: int) -> Iterator[Callable[[JobEvent], None]]:
-    """Show progress on stderr: a line for each finished workload of ``total``, and what is going on now."""
-    with console.progress() as bar:
-        task = bar.add_task("starting", total=total)
-
-        def on_event(event: JobEvent) -> None:
-            name = event.job.name
-            if event.kind in ("start", "progress"):
-                bar.update(task, description=console.safe(f"{name}: {event.text or 'starting'}"))
-                return
-            bar.advance(task)
-            if event.kind == "done":
-                result = event.result or {}
-                traces = [f"{result['traces']} traces"] if "traces" in result else []
-                told = [", ".join([*traces, f"{event.seconds:.0f} s"]), *result.get("states", ())]
-                console.note(f"{name}: {'; '.join(told)}")
-            elif event.kind == "failed":
-                console.note(f"{name}: failed after {event.seconds:.0f} s: {event.text}")
-
-        yield on_event

@@ -12,6 +12,7 @@ from torchtraceap import console
 from torchtraceap.collect import EVENT_CAP
 from torchtraceap.commands import collecting, data, scoring
 from torchtraceap.commands._options import Seed, check_output
+from torchtraceap.commands._runs import following, print_failures
 from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def demo(
 
     plan = _plan(kind, seed)
     console.note(f"1/5 collect: {len(plan)} models on {device}, at most {BUDGET + TIME_LIMIT:.0f} s")
-    with collecting.following(len(plan)) as show:
+    with following(len(plan)) as show:
         collected = collect(
             plan,
             run,
@@ -109,7 +110,7 @@ def demo(
     scoring.write_page(dataset, submissions, results, page, split=ALL_SPLITS, traces=SHOWN_TRACES)
     print(f"report: {console.visible(page)}")
     if collected.failed:
-        collecting.print_failures(collected)
+        print_failures(collected)
         raise typer.Exit(collecting.PARTLY_FAILED)
 
 
