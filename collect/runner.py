@@ -217,6 +217,7 @@ def run_jobs(
     begin = time.monotonic()
     limits = _Limits(time_limit, memory_limit or int(MEMORY_SHARE * machine_memory()))
     with _claimed(run, jobs, resume) as log, terminable(), ExitStack() as opened:
+        opened.callback(_remove_torn, run)  # when all lanes have ended
         running = _Running(run, work, limits, log, on_event)
         running.plan(jobs)
         # One lane of each device before the second of any: few workloads then meet at no gate.
@@ -234,6 +235,12 @@ def run_jobs(
             running.follow()
     running.report.seconds = time.monotonic() - begin
     return running.report
+
+
+def _remove_torn(run: Path) -> None:
+    """Remove what workloads that were killed while they wrote have left; no other may be at work."""
+    for torn in (*run.glob(".plan.json.*.tmp"), *(run / "shards").glob(".*.tmp")):
+        torn.unlink(missing_ok=True)
 
 
 def read_log(run: Path) -> dict[str, dict[str, Any]]:
@@ -443,7 +450,11 @@ def _claimed(run: Path, plan: Sequence[Named], resume: bool) -> Iterator[IO[byte
     if twice := [name for name, count in names.items() if count > 1]:
         raise UserError(f"two workloads of the plan would be written as {twice[0]}.parquet")
     log_path = run / "log.jsonl"
-    foreign = run.exists() and (not run.is_dir() or any(path != log_path for path in run.iterdir()))
+    # Before there is a plan there is a log, and what a runner that was killed has left of a plan.
+    ours = ("log.jsonl", ".plan.json.")
+    foreign = run.exists() and (
+        not run.is_dir() or any(not path.name.startswith(ours) for path in run.iterdir())
+    )
     if foreign and not (run / "plan.json").exists():
         raise UserError(f"{run} exists and is no run: choose another folder")
     run.mkdir(parents=True, exist_ok=True)
@@ -468,8 +479,6 @@ def _write_or_match(run: Path, plan: Sequence[Named], resume: bool) -> None:
             raise UserError(
                 f"{run} holds a run of another plan: repeat its options, or choose another folder"
             )
-        for torn in (run / "shards").glob(".*.tmp"):  # of a workload that was killed while it wrote
-            torn.unlink()
     else:
         with replacing(path) as temporary:
             temporary.write_bytes(encoded)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -142,6 +143,18 @@ def kills_server(out: Path, progress: Progress) -> None:
     time.sleep(0.3)  # until the server has passed that on
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(SLOW)
+
+
+def slowly(out: Path, progress: Progress) -> None:
+    """Writes its name many times, with pauses; has a worker and a temporary folder."""
+    _with_worker(progress)
+    tempfile.mkdtemp()
+    pauses = random.Random(out.name)
+    with replacing(out) as temporary, temporary.open("wb") as file:
+        for _ in range(4):
+            file.write(out.name.encode() * 1000)
+            file.flush()
+            time.sleep(pauses.uniform(0.01, 0.04))
 
 
 def full(out: Path, progress: Progress) -> None:

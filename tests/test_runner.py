@@ -385,7 +385,10 @@ def test_a_run_whose_plan_could_not_be_written_begins_anew(
         patched.setattr(runner, "replacing", full)
         with pytest.raises(OSError, match=r"plan\.json"):
             run("ok", tmp_path)
+    torn = tmp_path / ".plan.json.1-ab.tmp"  # of a runner that was killed there
+    torn.touch()
     assert run("ok", tmp_path).done == ["fake-ok_train_b2"]
+    assert not torn.exists()
 
 
 def test_names_that_collide_are_refused(tmp_path: Path) -> None:
