@@ -216,7 +216,7 @@ def run_jobs(
     """
     begin = time.monotonic()
     limits = _Limits(time_limit, memory_limit or int(MEMORY_SHARE * machine_memory()))
-    with _claimed(run, jobs, resume) as log, terminable(), ExitStack() as opened:
+    with claimed(run, jobs, resume) as log, terminable(), ExitStack() as opened:
         opened.callback(_remove_torn, run)  # when all lanes have ended
         running = _Running(run, work, limits, log, on_event)
         running.plan(jobs)
@@ -444,7 +444,7 @@ def _disk_full(run: Path) -> str:
 
 
 @contextmanager
-def _claimed(run: Path, plan: Sequence[Named], resume: bool) -> Iterator[IO[bytes]]:
+def claimed(run: Path, plan: Sequence[Named], resume: bool) -> Iterator[IO[bytes]]:
     """Make ``run`` the folder of ``plan``, ours alone while the block runs, and yield its log."""
     names = Counter(job.name for job in plan)
     if twice := [name for name, count in names.items() if count > 1]:

@@ -2,8 +2,9 @@
 
 A shard is a Parquet file of the table ``traces`` with the JSON of its session in the metadata. Shards are
 read twice, a few traces at a time: once to check them and to decide what depends on all of them (which
-costs hold, who is on which side of the split), once to write. The outcome depends on the contents of the
-shards and on the seed, not on names or order.
+costs hold, who is on which side of the split), once to write. The first is a task a shard, the second a task
+a file of traces, in this process or in many (``parallel.map_on``). The outcome depends on the contents of the
+shards and on the seed, not on names or order, and not on where it was made.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import itertools
 import math
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -35,6 +37,7 @@ from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.windows import WINDOWS, window_table
 from torchtraceap.errors import UserError
 from torchtraceap.labels.markers import PREFIX
+from torchtraceap.parallel import HERE, Where, map_on
 
 MEMORY = ("memory_gib", "ram_gib")
 """Columns of the hardware that may grow between visits to one machine: virtual ones get theirs by and by."""
@@ -83,7 +86,12 @@ class BuildReport:
 
 
 def build(
-    runs: Sequence[str | Path], out: str | Path, *, seed: int, progress: Progress | None = None
+    runs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    seed: int,
+    where: Where = HERE,
+    progress: Progress | None = None,
 ) -> BuildReport:
     """Make the published data set out of the shards of ``runs``.
 
@@ -91,6 +99,7 @@ def build(
         runs: Folders that hold ``shards/*.parquet``.
         out: The data set's folder. Its README.md and ``data/`` are replaced, anything else stays.
         seed: Orders the units of the split.
+        where: Processes that do the work; those of a cluster must see all folders under the same paths.
         progress: See :data:`Progress`.
 
     Raises:
@@ -100,22 +109,24 @@ def build(
     tell = progress or (lambda stage, done, total: None)
     out = Path(out)
     shards = shards_of(runs)
+    if where.ray:
+        out, shards = out.resolve(), [shard.resolve() for shard in shards]
     with _claimed(out):
         _require_ours(out)
-        return _build(shards, out, seed, tell)
+        return _build(shards, out, seed, where, tell)
 
 
-def _build(shards: Sequence[Path], out: Path, seed: int, tell: Progress) -> BuildReport:
+def _build(shards: Sequence[Path], out: Path, seed: int, where: Where, tell: Progress) -> BuildReport:
     survey = _Survey()
-    for done, shard in enumerate(shards):
+    tell("checking", 0, len(shards))
+    for done, (shard, seen) in enumerate(zip(shards, map_on(where, examine, shards), strict=True), start=1):
+        survey.add(shard, seen)
         tell("checking", done, len(shards))
-        survey.add(shard)
-    tell("checking", len(shards), len(shards))
     decisions = _decide(survey, seed)
 
     work = Path(tempfile.mkdtemp(prefix=WORK[0], suffix=WORK[1], dir=out))
     writer = _Writer(work, survey, decisions, tell)
-    writer.run()
+    writer.run(where)
     left_out = len(survey.members) - len(writer.released)
     card = render_card(work, SCHEMAS, writer.released, survey.hardware_rows(writer.released), left_out, seed)
     (work / "README.md").write_text(card, encoding="utf-8")
@@ -134,6 +145,46 @@ def _build(shards: Sequence[Path], out: Path, seed: int, tell: Progress) -> Buil
     return report
 
 
+@dataclass(frozen=True)
+class Examined:
+    """What is known of a shard that has been read and checked; no events."""
+
+    hardware: pa.Table
+    members: list[splits.Member]
+    tests: CostTests
+
+
+def examine(shard: Path) -> Examined:
+    """Read and check a shard.
+
+    Raises:
+        UserError: It is broken or holds what cannot be published.
+    """
+    session = read_session(shard)
+    hardware = _hardware_table(session.hardware, shard)
+    hardware_id = hardware["hardware_id"][0].as_py()
+    members, tests = [], CostTests()
+    for record in traces_of(shard):
+        where = f"{shard}: trace {record.trace_id}"
+        check(record, where)
+        if record.meta["hardware_id"] != hardware_id:
+            raise UserError(f"{where} was made on {record.meta['hardware_id']}, its session on {hardware_id}")
+        members.append(splits.member(record))
+        tests.add(record, session.p_costly, where)
+    return Examined(hardware, members, tests)
+
+
+def _hardware_table(row: dict[str, Any], shard: Path) -> pa.Table:
+    if wrong := sorted(row.keys() ^ set(schema.HARDWARE.names)):
+        raise UserError(f"{shard}: its hardware lacks or has unknown: {', '.join(wrong)}")
+    if nulls := sorted(name for name, value in row.items() if value is None):
+        raise UserError(f"{shard}: its hardware has null for: {', '.join(nulls)}")
+    try:
+        return pa.Table.from_pylist([row], schema=schema.HARDWARE)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{shard}: its hardware does not follow the schema: {error}") from None
+
+
 @dataclass
 class _Survey:
     """What is known after each shard has been read once; no events."""
@@ -143,22 +194,18 @@ class _Survey:
     hardware: dict[str, tuple[pa.Table, Path]] = field(default_factory=dict)
     tests: CostTests = field(default_factory=CostTests)
 
-    def add(self, shard: Path) -> None:
-        """Read and check a shard."""
-        session = read_session(shard)
-        hardware_id = self._add_hardware(session.hardware, shard)
-        for record in traces_of(shard):
-            where = f"{shard}: trace {record.trace_id}"
-            check(record, where)
-            if record.meta["hardware_id"] != hardware_id:
+    def add(self, shard: Path, seen: Examined) -> None:
+        """Take up what was seen in a shard, if it agrees with the others."""
+        self._add_hardware(seen.hardware, shard)
+        for member in seen.members:
+            if other := self.shard_of.get(member.trace_id):
                 raise UserError(
-                    f"{where} was made on {record.meta['hardware_id']}, its session on {hardware_id}"
+                    f"{shard}: trace {member.trace_id} is also in {other}; give each run once and keep one "
+                    "of the two"
                 )
-            if other := self.shard_of.get(record.trace_id):
-                raise UserError(f"{where} is also in {other}; give each run once and keep one of the two")
-            self.shard_of[record.trace_id] = shard
-            self.members[record.trace_id] = splits.member(record)
-            self.tests.add(record, session.p_costly, where)
+            self.shard_of[member.trace_id] = shard
+            self.members[member.trace_id] = member
+        self.tests.update(seen.tests)
 
     def hardware_rows(self, traces: Iterable[Released]) -> pa.Table:
         """The hardware that ``traces`` were made on, sorted by id."""
@@ -166,16 +213,8 @@ class _Survey:
         tables = [self.hardware[name][0] for name in sorted(used)]
         return pa.concat_tables([schema.HARDWARE.empty_table(), *tables])
 
-    def _add_hardware(self, row: dict[str, Any], shard: Path) -> str:
-        if wrong := sorted(row.keys() ^ set(schema.HARDWARE.names)):
-            raise UserError(f"{shard}: its hardware lacks or has unknown: {', '.join(wrong)}")
-        if nulls := sorted(name for name, value in row.items() if value is None):
-            raise UserError(f"{shard}: its hardware has null for: {', '.join(nulls)}")
-        try:
-            table = pa.Table.from_pylist([row], schema=schema.HARDWARE)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"{shard}: its hardware does not follow the schema: {error}") from None
-        hardware_id = str(row["hardware_id"])
+    def _add_hardware(self, table: pa.Table, shard: Path) -> None:
+        hardware_id = table["hardware_id"][0].as_py()
         known, source = self.hardware.setdefault(hardware_id, (table, shard))
         old, new = known.to_pylist()[0], table.to_pylist()[0]
         grown = [name for name in MEMORY if new[name] > old[name]]
@@ -190,7 +229,6 @@ class _Survey:
                 f"{shard} and {source} disagree on hardware {hardware_id}: {'; '.join(differing)}. "
                 "Build them apart, or collect one of them again"
             )
-        return hardware_id
 
 
 @dataclass(frozen=True)
@@ -215,6 +253,73 @@ def _decide(survey: _Survey, seed: int) -> _Decisions:
     )
 
 
+@dataclass(frozen=True)
+class FileOfTraces:
+    """A file to write, number ``index`` of ``count`` of its split, with its windows and segments beside it.
+
+    Attributes:
+        folder: Of the data set.
+        sources: Shards with the ids to take from each, in the order of the file.
+        unit: Split unit by trace id.
+        demoted: Instances that become undecided.
+    """
+
+    folder: Path
+    split: str
+    index: int
+    count: int
+    sources: list[tuple[Path, list[str]]]
+    unit: dict[str, str]
+    demoted: frozenset[InstanceKey]
+
+    def path(self, config: str) -> Path:
+        """Where its rows of a config go."""
+        return self.folder / shard_path(config, self.split, self.index, self.count)
+
+    def records(self) -> Iterator[TraceRecord]:
+        """The records, labelled for release."""
+        for shard, ids in self.sources:
+            wanted = {record.trace_id: record for record in traces_of(shard) if record.trace_id in ids}
+            yield from (self._decided(wanted[trace_id]) for trace_id in ids)
+
+    def _decided(self, record: TraceRecord) -> TraceRecord:
+        record.instances = [
+            msgspec.structs.replace(instance, state="undecided")
+            if (record.trace_id, index) in self.demoted
+            else instance
+            for index, instance in enumerate(record.instances)
+        ]
+        record.meta |= {"split_unit": self.unit[record.trace_id], "quality": record.quality}
+        return record
+
+
+def write_file(file: FileOfTraces) -> list[Released]:
+    """Write the traces of a file, their windows and their segments.
+
+    Raises:
+        UserError: The folder is not there, which another machine should see.
+    """
+    if not file.folder.is_dir():
+        raise UserError(
+            f"{platform.node()} does not see {file.folder}: choose an output that all nodes share"
+        )
+    windows, segments = [WINDOWS.empty_table()], [schema.SEGMENTS.empty_table()]
+    released: list[Released] = []
+
+    def seen(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
+        for record in records:
+            windows.append(window_table(record))
+            segments.append(segment_table(record))
+            released.append(Released.of(record, file.split, windows[-1]))
+            yield record
+
+    write_traces(file.path("traces"), seen(file.records()))
+    for config, parts in (("windows", windows), ("segments", segments)):
+        table = pa.concat_tables(parts).combine_chunks()  # an empty first row group breaks `datasets`
+        write_table(file.path(config), table, SCHEMAS[config])
+    return released
+
+
 class _Writer:
     """Second pass: writes all tables of all splits under ``folder``/data."""
 
@@ -224,13 +329,17 @@ class _Writer:
         self.decisions = decisions
         self.tell = tell
         self.released: list[Released] = []
-        self.windows = 0
-        self.segments = 0
 
-    def run(self) -> None:
+    def run(self, where: Where) -> None:
+        total = len(self.decisions.split)
+        self.tell("writing", 0, total)
+        files = [file for split in schema.SPLITS for file in self._files(split)]
+        for released in map_on(where, write_file, files):
+            self.released += released
+            self.tell("writing", len(self.released), total)
         for split in schema.SPLITS:
-            self._write_split(split)
-        self.tell("writing", len(self.decisions.split), len(self.decisions.split))
+            rows = self.survey.hardware_rows(one for one in self.released if one.split == split)
+            write_table(self.folder / shard_path("hardware", split), rows, schema.HARDWARE)
 
     def count(self, split: str) -> int:
         return sum(released.split == split for released in self.released)
@@ -238,33 +347,36 @@ class _Writer:
     def units(self, split: str) -> set[str]:
         return {r.meta["split_unit"] for r in self.released if r.split == split}
 
-    def _write_split(self, split: str) -> None:
-        ids = {trace_id for trace_id, placed in self.decisions.split.items() if placed == split}
-        windows, segments = [WINDOWS.empty_table()], [schema.SEGMENTS.empty_table()]
+    @property
+    def windows(self) -> int:
+        return sum(released.windows for released in self.released)
 
-        def seen(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-            for record in records:
-                self.tell("writing", len(self.released), len(self.decisions.split))
-                windows.append(window_table(record))
-                segments.append(segment_table(record))
-                self.released.append(Released.of(record, split, windows[-1]))
-                yield record
+    @property
+    def segments(self) -> int:
+        return sum(sum(released.segments) for released in self.released)
 
-        records = seen(self._records(ids))
-        files = max(1, -(-len(ids) // TRACES_PER_FILE))
-        for index in range(files):
-            path = self.folder / shard_path("traces", split, index, files)
-            write_traces(path, itertools.islice(records, TRACES_PER_FILE))
-        hardware = self.survey.hardware_rows(one for one in self.released if one.split == split)
-        tables = {"windows": windows, "segments": segments, "hardware": [hardware]}
-        for config, parts in tables.items():
-            table = pa.concat_tables(parts).combine_chunks()  # an empty first row group breaks `datasets`
-            write_table(self.folder / shard_path(config, split), table, SCHEMAS[config])
-        self.windows += sum(map(len, windows))
-        self.segments += sum(map(len, segments))
+    def _files(self, split: str) -> Iterator[FileOfTraces]:
+        """The files of a split; one without traces if it has none."""
+        order = self._order(split)
+        count = max(1, -(-len(order) // TRACES_PER_FILE))
+        for index in range(count):
+            part = order[index * TRACES_PER_FILE : (index + 1) * TRACES_PER_FILE]
+            ids = {trace_id for _, trace_id in part}
+            yield FileOfTraces(
+                folder=self.folder,
+                split=split,
+                index=index,
+                count=count,
+                sources=[
+                    (shard, [trace_id for _, trace_id in pairs])
+                    for shard, pairs in itertools.groupby(part, lambda pair: pair[0])
+                ],
+                unit={trace_id: self.decisions.unit[trace_id] for trace_id in ids},
+                demoted=frozenset(key for key in self.decisions.demoted if key[0] in ids),
+            )
 
-    def _records(self, ids: set[str]) -> Iterator[TraceRecord]:
-        """The records of ``ids``, labelled for release.
+    def _order(self, split: str) -> list[tuple[Path, str]]:
+        """The traces of a split with their shards.
 
         Shards come in the order of their first trace id, and traces in the order of their ids. These are
         random, so the order says nothing of when a trace was made.
@@ -272,20 +384,12 @@ class _Writer:
         by_shard: dict[Path, list[str]] = defaultdict(list)
         for trace_id, shard in self.survey.shard_of.items():
             by_shard[shard].append(trace_id)
-        for shard in sorted(by_shard, key=lambda shard: min(by_shard[shard])):
-            if not ids.isdisjoint(by_shard[shard]):
-                wanted = [record for record in traces_of(shard) if record.trace_id in ids]
-                yield from map(self._decided, sorted(wanted, key=lambda record: record.trace_id))
-
-    def _decided(self, record: TraceRecord) -> TraceRecord:
-        record.instances = [
-            msgspec.structs.replace(instance, state="undecided")
-            if (record.trace_id, index) in self.decisions.demoted
-            else instance
-            for index, instance in enumerate(record.instances)
+        return [
+            (shard, trace_id)
+            for shard in sorted(by_shard, key=lambda shard: min(by_shard[shard]))
+            for trace_id in sorted(by_shard[shard])
+            if self.decisions.split.get(trace_id) == split
         ]
-        record.meta |= {"split_unit": self.decisions.unit[record.trace_id], "quality": record.quality}
-        return record
 
 
 def check(record: TraceRecord, where: str) -> None:

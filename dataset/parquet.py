@@ -117,13 +117,40 @@ def read_traces(paths: Paths) -> Iterator[TraceRecord]:
     for path in _each(paths):
         with _opened(path, tables.TRACES) as file:
             for group in range(file.num_row_groups):
-                table = file.read_row_group(group)
-                for index in range(table.num_rows):
-                    row = {name: table.column(name)[index] for name in table.column_names}
-                    try:
-                        yield record_from_row(row)
-                    except UserError as error:
-                        raise UserError(f"{path}: {error}") from error
+                yield from _records(path, file, group)
+
+
+def row_groups(paths: Paths) -> list[tuple[Path, int]]:
+    """Every row group of the files: some traces each, which :func:`read_group` reads.
+
+    Raises:
+        UserError: As for :func:`read_traces`.
+    """
+    groups = []
+    for path in _each(paths):
+        with _opened(path, tables.TRACES) as file:
+            groups += [(path, group) for group in range(file.num_row_groups)]
+    return groups
+
+
+def read_group(path: Path, group: int) -> Iterator[TraceRecord]:
+    """The records of a row group of a file.
+
+    Raises:
+        UserError: As for :func:`read_traces`.
+    """
+    with _opened(path, tables.TRACES) as file:
+        yield from _records(path, file, group)
+
+
+def _records(path: Path, file: pq.ParquetFile, group: int) -> Iterator[TraceRecord]:
+    table = file.read_row_group(group)
+    for index in range(table.num_rows):
+        row = {name: table.column(name)[index] for name in table.column_names}
+        try:
+            yield record_from_row(row)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
 
 
 def read_table(paths: Paths, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:

@@ -169,13 +169,21 @@ def files_of(shard: Path) -> list[Path]:
         UserError: One is missing, of another writing of the shard, or none of ours.
     """
     first = _part(shard)
-    if first is None:
-        return [shard]
-    files = [_file_name(shard, number, first.count) for number in range(1, first.count + 1)]
-    for number, path in enumerate(files[1:], start=2):
-        if _part(path) != msgspec.structs.replace(first, number=number):
+    parts = parts_to_come(shard)
+    for number, path in enumerate(parts, start=2):
+        if first is None or _part(path) != msgspec.structs.replace(first, number=number):
             raise UserError(f"{path} does not belong to {shard}: collect the workload again")
-    return files
+    return [shard, *parts]
+
+
+def parts_to_come(shard: Path) -> list[Path]:
+    """The files of a shard after the first, whether they are there or not.
+
+    Raises:
+        UserError: The first is none of ours.
+    """
+    first = _part(shard)
+    return [] if first is None else [_file_name(shard, k, first.count) for k in range(2, first.count + 1)]
 
 
 def _part(path: Path) -> Part | None:
@@ -236,6 +244,11 @@ class CostTests:
             self._test_of[key] = (record.meta["pair_id"], instance.pattern, instance.variant, p)
             if instance.state == "costly":
                 self._costly.add(key)
+
+    def update(self, other: CostTests) -> None:
+        """Take up what ``other`` has."""
+        self._costly |= other._costly
+        self._test_of |= other._test_of
 
     @property
     def count(self) -> int:

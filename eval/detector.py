@@ -6,15 +6,17 @@ A new detector is one new file in eval/detectors/ that calls :func:`register`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torchtraceap
-from torchtraceap.dataset.parquet import read_table, read_traces, split_files
+from torchtraceap.dataset.parquet import read_group, read_table, row_groups, split_files
 from torchtraceap.dataset.schema import DETECTOR_META, HARDWARE
 from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.eval.submission import Detection, Submission, SubmissionCard, WindowScore
+from torchtraceap.parallel import HERE, Where, map_on
 from torchtraceap.registry import Registry
 
 
@@ -98,24 +100,46 @@ def run(
     Raises:
         UserError: The detector returned an impossible row.
     """
-    detections: list[Detection] = []
-    window_scores: list[WindowScore] | None = None
+    found = []
     for done, record in enumerate(records, start=1):
-        known = (hardware or {}).get(str(record.meta.get("hardware_id", "")))
-        view = TraceView.of(record, known)
-        detections += detector.detect(view)
-        scores = detector.window_scores(view)
-        if scores is not None:
-            window_scores = [*(window_scores or ()), *scores]
+        found.append(_found(detector, record, hardware or {}))
         if progress:
             progress(done)
+    return _submission(detector, found)
+
+
+Found = tuple[list[Detection], list[WindowScore] | None]
+"""What a detector says of a trace."""
+
+
+def _found(detector: Detector, record: TraceRecord, hardware: Mapping[str, dict[str, object]]) -> Found:
+    view = TraceView.of(record, hardware.get(str(record.meta.get("hardware_id", ""))))
+    return detector.detect(view), detector.window_scores(view)
+
+
+def _submission(detector: Detector, found: Sequence[Found]) -> Submission:
+    detections = [detection for of_trace, _ in found for detection in of_trace]
+    scored = [scores for _, scores in found if scores is not None]
+    window_scores = [score for scores in scored for score in scores] if scored else None
     return Submission.of(detector.card(), detections, window_scores)
 
 
 def run_split(
-    detector: Detector, dataset: Path, split: str, progress: Callable[[int], None] | None = None
+    detector: Detector,
+    dataset: Path,
+    split: str,
+    *,
+    where: Where = HERE,
+    progress: Callable[[int], None] | None = None,
 ) -> Submission:
     """Let a detector loose on a split of a dataset folder; see :func:`run`.
+
+    Args:
+        detector: The detector.
+        dataset: The folder.
+        split: One of its splits, or all.
+        where: Processes that do the work; others find the detector under its name.
+        progress: Called with how many traces are done.
 
     Raises:
         UserError: There is no such split or no such data, or the detector returned an impossible row.
@@ -123,4 +147,21 @@ def run_split(
     traces = split_files(dataset, "traces", split)
     rows = read_table(sorted((dataset / "data").glob("hardware-*.parquet")), HARDWARE).to_pylist()
     hardware = {str(row["hardware_id"]): row for row in rows}
-    return run(detector, read_traces(traces), hardware, progress)
+    groups = [(path.resolve(), group) for path, group in row_groups(traces)]
+    done = 0
+    found: list[Found] = []
+    look = partial(_look, detector if where == HERE else detector.name, hardware)
+    for of_group in map_on(where, look, groups):
+        found += of_group
+        done += len(of_group)
+        if progress:
+            progress(done)
+    return _submission(detector, found)
+
+
+def _look(
+    detector: Detector | str, hardware: Mapping[str, dict[str, object]], group: tuple[Path, int]
+) -> list[Found]:
+    """What a detector, or the one of that name, says of the traces of a row group."""
+    chosen = DETECTORS[detector] if isinstance(detector, str) else detector
+    return [_found(chosen, record, hardware) for record in read_group(*group)]

@@ -535,6 +535,63 @@ def test_collect_hands_its_limits_to_the_runner(traceap, monkeypatch, tmp_path):
     assert "2 workloads did not start within the budget; --resume runs them\n" in text
 
 
+def test_collect_on_a_cluster_hands_its_options_to_the_driver(traceap, monkeypatch, tmp_path):
+    given = {}
+
+    def run(address, plan, out, *, on_event, **options):
+        given.update(options, address=address, models=[job.model for job in plan])
+        return runner.RunReport()
+
+    monkeypatch.setattr("torchtraceap.collect.cluster.collect", run)
+    words = ["--ray", "head:6379", "--accelerator-type", "H100", "--shared", "s3://a/b", "--resume"]
+    base = ["collect", "-o", tmp_path / "run", "--model", "timm/resnet18", "--mode", "infer"]
+    assert traceap(*base, *words)[0] == 0
+    assert given == {
+        "address": "head:6379", "models": ["timm/resnet18"], "device_type": "cuda", "accelerator": "H100",
+        "shared": "s3://a/b", "lanes": 2, "resume": True, "time_limit": 600.0, "memory_limit": None,
+        "event_cap": 60_000, "shard_mb": 45.0, "budget": float("inf"),
+    }  # fmt: skip
+    code, _, err = traceap(*base, "--shared", "s3://a/b", "--device", "cpu")
+    assert (code, "add --ray ADDRESS" in err) == (2, True)
+    code, _, err = traceap(*base, "--ray", "head:6379", "--device", "cuda:1")
+    assert (code, "Ray's choice; say cuda, xpu or cpu" in err) == (2, True)
+
+
+def test_convert_of_several(traceap, tmp_path):
+    """One cannot be read; the others are written, each to a file of its name."""
+    folder = tmp_path / "out"
+    profiles = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for path in profiles[:2]:
+        path.write_text(json.dumps({"traceEvents": EVENTS}))
+    profiles[2].write_text("no JSON")
+    code, text, err = traceap("convert", *profiles, "-o", folder, "--jobs", 2)
+    assert code == 1
+    assert "c.json" in err
+    assert sorted(path.name for path in folder.iterdir()) == ["a.parquet", "b.parquet"]
+    assert [len(list(read_traces(folder / f"{name}.parquet"))) for name in "ab"] == [1, 1]
+    assert text.count("bytes an event") == 2
+    code, _, err = traceap("convert", profiles[0], "-o", folder)
+    assert (code, "a.parquet exists; choose another output or give --force" in err) == (2, True)
+    (tmp_path / "twin").mkdir()
+    twin = tmp_path / "twin" / "a.json"
+    twin.write_text("{}")
+    code, _, err = traceap("convert", profiles[0], twin, "-o", tmp_path / "new")
+    assert (code, "two profiles would be written as" in err) == (2, True)
+
+
+def test_jobs_change_nothing(traceap, dataset, submissions, tmp_path):
+    """The same bytes from two processes as from one."""
+    assert traceap("build", dataset.parent / "run", "-o", tmp_path / "data", "--jobs", 2)[0] == 0
+    everything = ["--detector", "everything", "--split", "train", "--jobs", 2]
+    assert traceap("detect", dataset, *everything, "-o", tmp_path / "everything")[0] == 0
+    pairs = [(dataset, tmp_path / "data"), (submissions[0], tmp_path / "everything")]
+    for one, two in pairs:
+        files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
+        assert files
+        assert files == sorted(path.relative_to(two) for path in two.rglob("*") if path.is_file())
+        assert all((one / name).read_bytes() == (two / name).read_bytes() for name in files)
+
+
 def test_parts_of_a_plan_are_disjoint_and_make_up_the_whole(traceap, monkeypatch, tmp_path):
     plans = []
 

@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "collect": {"labels", "dataset", "collect"},
     "eval": {"labels", "dataset", "eval"},
 }
-BASE = {"console", "errors", "files", "registry"}
+BASE = {"console", "errors", "files", "parallel", "registry"}
 
 
 def subpackages_imported(source: str) -> set[str]:

@@ -37,7 +37,7 @@ def test_lock_pins_every_direct_dependency_of_the_environment():
     pinned = {line.partition("==")[0] for line in lines if line and not line.startswith("#")}
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["collect"], *extras["dev"]]
+    wanted = [*project["dependencies"], *extras["collect"], *extras["scale"], *extras["dev"]]
     assert {name.partition(">=")[0].lower().replace("_", "-") for name in wanted} <= pinned
     assert pinned == {name.lower().replace("_", "-") for name in pinned}
 

@@ -17,6 +17,16 @@ Split = Annotated[str, typer.Option("--split", help="train, validation, test, or
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1, max=1e6, help="Seconds that a workload may take.")
 ]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, max=1024, help="Processes side by side.")]
+Ray = Annotated[
+    str,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Work on this Ray cluster instead: HOST:PORT, auto or local. Its nodes must see all folders.",
+        show_default=False,
+    ),
+]
 Task = Annotated[str, typer.Option("--task", help="Only models of this task, for example detection.")]
 Source = Annotated[str, typer.Option("--source", help="Only models of this library.")]
 Family = Annotated[str, typer.Option("--family", help="Only models of this family or with such a backbone.")]

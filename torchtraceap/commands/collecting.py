@@ -6,7 +6,7 @@ import math
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -150,6 +150,27 @@ def collect(
         ),
     ] = SHARD_MB,
     budget: Budget = math.inf,
+    ray: Annotated[
+        str,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Run on this Ray cluster: HOST:PORT, auto or local (docs/scale.md).",
+            show_default=False,
+        ),
+    ] = "",
+    accelerator_type: Annotated[
+        str | None,
+        typer.Option("--accelerator-type", help="With --ray: only on GPUs that Ray calls so, as H100."),
+    ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(
+            "--shared",
+            metavar="URL",
+            help="With --ray: where nodes put shards that do not see RUN, such as s3://bucket/folder.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Finish the run that RUN holds.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -168,7 +189,13 @@ def collect(
     if world_size is not None and runtime is not LoopRuntime.distributed:
         raise UserError("--world-size counts the ranks of a distributed workload: add --runtime distributed")
     world_size = world_size or 2
-    devices, kind = resolve_devices(device, world_size if runtime is LoopRuntime.distributed else 1)
+    devices: list[str] = []
+    if ray:
+        kind = _device_type(device)
+    elif accelerator_type or shared:
+        raise UserError("--accelerator-type and --shared are about a cluster: add --ray ADDRESS")
+    else:
+        devices, kind = resolve_devices(device, world_size if runtime is LoopRuntime.distributed else 1)
     if runtime is LoopRuntime.compiled and tier is not None:
         from torchtraceap.collect.compiled import MODELS
 
@@ -186,19 +213,24 @@ def collect(
     )
     plan = part_of(plan, index, count)
     with following(len(plan)) as show:
-        report = run(
-            plan,
-            out,
-            devices=devices,
-            lanes=lanes or (1 if kind == "cpu" else 2),
-            resume=resume,
-            time_limit=time_limit,
-            memory_limit=bytes_of(memory_limit),
-            event_cap=event_cap,
-            shard_mb=shard_mb,
-            budget=budget,
-            on_event=show,
-        )
+        options: dict[str, Any] = {
+            "lanes": lanes or (1 if kind == "cpu" else 2),
+            "resume": resume,
+            "time_limit": time_limit,
+            "memory_limit": bytes_of(memory_limit),
+            "event_cap": event_cap,
+            "shard_mb": shard_mb,
+            "budget": budget,
+            "on_event": show,
+        }
+        if ray:
+            from torchtraceap.collect import cluster
+
+            report = cluster.collect(
+                ray, plan, out, device_type=kind, accelerator=accelerator_type, shared=shared, **options
+            )
+        else:
+            report = run(plan, out, devices=devices, **options)
     if as_json:
         console.emit_json(report)
     else:
@@ -220,6 +252,13 @@ def _rate(report: RunReport) -> str:
     return (
         f" ({60 * report.traces / report.seconds:.1f} a minute)" if report.traces and report.seconds else ""
     )
+
+
+def _device_type(name: str) -> str:
+    """What ``--device`` says of the nodes of a cluster."""
+    if name not in ("auto", "cuda", "xpu", "cpu"):
+        raise UserError(f"--device {name}: which one a workload has is Ray's choice; say cuda, xpu or cpu")
+    return "cuda" if name == "auto" else name
 
 
 def _part(text: str | None) -> tuple[int, int]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from torchtraceap import console
-from torchtraceap.commands._options import Force, Json, Seed, check_output
+from torchtraceap.commands._options import Force, Jobs, Json, Ray, Seed, check_output
+from torchtraceap.errors import UserError
+from torchtraceap.parallel import HERE, Where, map_on
 
 if TYPE_CHECKING:
     from torchtraceap.dataset.build import BuildReport
     from torchtraceap.dataset.trace import TraceRecord
 
 Profile = Annotated[Path, typer.Argument(metavar="TRACE.json[.gz]", help="What torch.profiler exported.")]
+Profiles = Annotated[
+    list[Path], typer.Argument(metavar="TRACE.json[.gz]...", help="What torch.profiler exported.")
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -27,18 +32,84 @@ def add_to(app: typer.Typer) -> None:
 
 
 def convert(
-    profile: Profile,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.parquet", help="File to write.")],
+    profiles: Profiles,
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--out", metavar="OUT", help="File to write; a folder for several profiles."),
+    ],
+    jobs: Jobs = 1,
+    ray: Ray = "",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a profile to the layout of the table `traces`, without labels."""
+    """Convert profiles to the layout of the table `traces`, without labels.
+
+    Exit code 1 when one of several could not be read; the others are converted.
+    """
+    several = len(profiles) > 1 or out.is_dir()
+    targets = _targets(profiles, out, force=force) if several else {profiles[0]: out}
+    if not several:
+        check_output(out, force=force, source=profiles[0])
+    pairs = (
+        [(profile.resolve(), target.resolve()) for profile, target in targets.items()]
+        if ray
+        else [*targets.items()]
+    )
+    converted = []
+    with console.progress() as bar:
+        for facts in bar.track(
+            map_on(Where(jobs, ray), convert_file, pairs), total=len(pairs), description="converting"
+        ):
+            if isinstance(facts, str) and not several:
+                raise UserError(facts)
+            converted.append(facts)
+    failed = [facts for facts in converted if isinstance(facts, str)]
+    written = [facts for facts in converted if not isinstance(facts, str)]
+    if as_json:
+        console.emit_json({"converted": written, "failed": failed} if several else written[0])
+    else:
+        for facts in written:
+            per_event = facts["bytes"] / max(1, facts["events"])
+            print(
+                f"{facts['events']} events on {facts['lanes']} lanes, {facts['steps']} steps: "
+                f"{console.visible(facts['out'])}, {per_event:.1f} bytes an event"
+            )
+    for reason in failed:
+        console.note(reason)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _targets(profiles: list[Path], folder: Path, *, force: bool) -> dict[Path, Path]:
+    """A file of ``folder`` for each profile, named after it.
+
+    Raises:
+        UserError: Two profiles have the same name, a file exists, or ``folder`` is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is no folder, which several profiles need")
+    targets: dict[Path, Path] = {}
+    for profile in profiles:
+        stem = profile.name.removesuffix(".gz").removesuffix(".json")
+        target = folder / f"{stem}.parquet"
+        if target in targets.values():
+            raise UserError(f"two profiles would be written as {target}; convert them into two folders")
+        check_output(target, force=force, source=profile)
+        targets[profile] = target
+    return targets
+
+
+def convert_file(pair: tuple[Path, Path]) -> dict[str, Any] | str:
+    """Convert one profile to one file: what it holds, or why it cannot be read."""
     from torchtraceap.dataset.parquet import write_traces
 
-    check_output(out, force=force, source=profile)
-    record = _unlabelled(profile)
+    profile, out = pair
+    try:
+        record = _unlabelled(profile)
+    except UserError as error:
+        return str(error)
     write_traces(out, [record])
-    facts = {
+    return {
         "trace_id": record.trace_id,
         "events": len(record.trace),
         "lanes": len(record.trace.lanes),
@@ -46,13 +117,6 @@ def convert(
         "bytes": out.stat().st_size,
         "out": str(out),
     }
-    if as_json:
-        console.emit_json(facts)
-    else:
-        print(
-            f"{facts['events']} events on {facts['lanes']} lanes, {facts['steps']} steps: "
-            f"{console.visible(out)}, {out.stat().st_size / max(1, len(record.trace)):.1f} bytes an event"
-        )
 
 
 def _unlabelled(path: Path) -> TraceRecord:
@@ -99,19 +163,21 @@ def build(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DATASET", help="Folder of the data set.")],
     seed: Seed = 0,
+    jobs: Jobs = 1,
+    ray: Ray = "",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Build the data set that `datasets.load_dataset` reads from one or several runs."""
     check_output(out, force=force)
-    report = build_dataset(runs, out, seed=seed)
+    report = build_dataset(runs, out, seed=seed, where=Where(jobs, ray))
     if as_json:
         console.emit_json({**asdict(report), "out": str(out)})
     else:
         print_build(report, out)
 
 
-def build_dataset(runs: list[Path], out: Path, *, seed: int) -> BuildReport:
+def build_dataset(runs: list[Path], out: Path, *, seed: int, where: Where = HERE) -> BuildReport:
     """Build with progress on stderr."""
     from torchtraceap.dataset.build import build as build_from
 
@@ -121,6 +187,7 @@ def build_dataset(runs: list[Path], out: Path, *, seed: int) -> BuildReport:
             runs,
             out,
             seed=seed,
+            where=where,
             progress=lambda stage, done, total: bar.update(
                 task, description=stage, completed=done, total=total
             ),

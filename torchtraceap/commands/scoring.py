@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchtraceap import console
-from torchtraceap.commands._options import Dataset, Force, Json, Seed, Split, check_output
+from torchtraceap.commands._options import Dataset, Force, Jobs, Json, Ray, Seed, Split, check_output
 from torchtraceap.errors import UserError
+from torchtraceap.parallel import HERE, Where
 
 if TYPE_CHECKING:
     from torchtraceap.eval.scorer import ScoreResult
@@ -38,33 +39,32 @@ def detect(
     detector: Annotated[str, typer.Option("--detector", help="A name from `traceap detectors list`.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="SUBMISSION", help="Folder to write.")],
     split: Split = "test",
+    jobs: Jobs = 1,
+    ray: Ray = "",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Run a detector on every trace of a split and write its submission."""
     check_output(out, force=force)
-    rows = run_detector(dataset, detector, out, split=split)
+    rows = run_detector(dataset, detector, out, split=split, where=Where(jobs, ray))
     if as_json:
         console.emit_json({"detector": detector, "split": split, "detections": rows, "out": str(out)})
     else:
         print(f"{detector}: {rows} detections in {console.visible(out)}")
 
 
-def run_detector(dataset: Path, detector: str, out: Path, *, split: str) -> int:
+def run_detector(dataset: Path, detector: str, out: Path, *, split: str, where: Where = HERE) -> int:
     """Run a detector with progress on stderr; returns the number of detections."""
-    from torchtraceap.dataset.parquet import read_traces, split_files
-    from torchtraceap.eval.detector import DETECTORS, run
+    from torchtraceap.dataset.parquet import split_files
+    from torchtraceap.eval.detector import DETECTORS, run_split
     from torchtraceap.eval.submission import write_submission
 
     chosen = DETECTORS[detector]
     files = split_files(dataset, "traces", split)
     with console.progress() as bar:
         task = bar.add_task(console.safe(detector), total=_row_count(files))
-        submission = run(
-            chosen,
-            read_traces(files),
-            _hardware(dataset),
-            progress=lambda done: bar.update(task, completed=done),
+        submission = run_split(
+            chosen, dataset, split, where=where, progress=lambda done: bar.update(task, completed=done)
         )
     windows = submission.window_scores
     write_submission(out, submission.detections, windows if len(windows) else None, submission.card)
@@ -182,12 +182,3 @@ def _row_count(files: Sequence[Path]) -> int:
         return sum(pq.read_metadata(file).num_rows for file in files)
     except pa.ArrowException:
         return 0  # the reader says what is wrong with the file
-
-
-def _hardware(dataset: Path) -> dict[str, dict[str, object]]:
-    """Rows of the table `hardware` by id."""
-    from torchtraceap.dataset.parquet import read_table
-    from torchtraceap.dataset.schema import HARDWARE
-
-    rows = read_table(sorted((dataset / "data").glob("hardware-*.parquet")), HARDWARE).to_pylist()
-    return {row["hardware_id"]: row for row in rows}
