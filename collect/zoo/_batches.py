@@ -27,3 +27,58 @@ NO_CPU_TRAINING: BatchSizes = {
     "cpu": {"train": (), "infer": (1,)},
 }
 """Hundreds of millions of parameters: gradients and optimizer states are out of a CPU's reach."""
+
+INFER_ONLY: BatchSizes = {
+    "gpu": {"train": (), "infer": (1, 8)},
+    "cpu": {"train": (), "infer": (1,)},
+}
+"""Models whose library has no loss for them."""
+
+LARGEST = 256
+"""Samples a batch at most: more of a small model's would be a test of the loader."""
+
+ROOM_MB = 32 * 1024
+"""Activations of the large batch at most, counted in fp32: half of it under bfloat16 autocast, for GPUs from
+24 GiB."""
+
+QUICK_GFLOP, SLOW_GFLOP = 3.0, 30.0
+"""Forward pass of one sample, above which a CPU runs no large batch, and does not train."""
+
+
+def by_cost(activations_mb: float, cpu_gflop: float) -> BatchSizes:
+    """Batch sizes of a model by what ``collect/zoo/_measure.py`` counts.
+
+    The large one of a GPU is the largest power of two whose activations fit into ``ROOM_MB``, from 4 to
+    ``LARGEST``: there the device is the bound. The small one is an eighth of it, at which the host may be.
+
+    Args:
+        activations_mb: What backward needs of a forward pass of one sample at ``gpu_size``, in fp32.
+        cpu_gflop: Operations of a forward pass of one sample at ``cpu_size``.
+    """
+    large = 4
+    while large < LARGEST and 2 * large * activations_mb <= ROOM_MB:
+        large *= 2
+    small = max(2, large // 8)
+    train: tuple[int, ...] = (2,)
+    infer: tuple[int, ...] = (1, 2)
+    if cpu_gflop <= QUICK_GFLOP:
+        train, infer = (2, 4), (1, 4)
+    elif cpu_gflop > SLOW_GFLOP:
+        train, infer = (), (1,)
+    return {
+        "gpu": {"train": (small, large), "infer": (1, large)},
+        "cpu": {"train": train, "infer": infer},
+    }
+
+
+GPU_ONLY: BatchSizes = {
+    "gpu": {"train": (), "infer": (1, 4)},
+    "cpu": {"train": (), "infer": ()},
+}
+"""Billions of parameters, or minutes a step on a CPU."""
+
+LARGE: BatchSizes = {
+    "gpu": {"train": (2,), "infer": (1, 4)},
+    "cpu": {"train": (), "infer": ()},
+}
+"""One to three billion parameters: with gradients and optimizer states, 40 GB."""
