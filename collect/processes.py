@@ -7,13 +7,10 @@ import fcntl
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from torchtraceap.errors import Terminated
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,23 +21,6 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Let SIGTERM raise :class:`Terminated` in the block, so that it ends as in order as on Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
-        yield
-        return
-
-    def end(number: int, frame: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def memory_of_session(leader: int, *, more_than: int) -> int:

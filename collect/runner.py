@@ -44,7 +44,7 @@ import msgspec
 from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT, probe
 from torchtraceap.collect.lane import Lane
 from torchtraceap.collect.plan import Job, Order
-from torchtraceap.collect.processes import machine_memory, terminable
+from torchtraceap.collect.processes import machine_memory
 from torchtraceap.errors import UserError
 from torchtraceap.files import replacing
 
@@ -207,8 +207,8 @@ def run_jobs(
         on_event: Told of every start, progress and end.
 
     Returns:
-        What was made, and what failed why. An interrupt (Ctrl-C, SIGTERM) stops the workloads that run and
-        raises KeyboardInterrupt; finished ones stay.
+        What was made, and what failed why. An interrupt (Ctrl-C) stops the workloads that run and raises
+        KeyboardInterrupt; finished ones stay.
 
     Raises:
         UserError: ``run`` holds something else, or an earlier run and ``resume`` is not given; or its disk is
@@ -216,7 +216,7 @@ def run_jobs(
     """
     begin = time.monotonic()
     limits = _Limits(time_limit, memory_limit or int(MEMORY_SHARE * machine_memory()))
-    with claimed(run, jobs, resume) as log, terminable(), ExitStack() as opened:
+    with claimed(run, jobs, resume) as log, ExitStack() as opened:
         opened.callback(_remove_torn, run)  # when all lanes have ended
         running = _Running(run, work, limits, log, on_event)
         running.plan(jobs)

@@ -282,6 +282,22 @@ def test_ends(traceap, monkeypatch, error, code, line):
     assert traceap("patterns", "list", "--json") == (code, "", line)
 
 
+def test_sigterm_ends_a_command_as_in_order_as_an_interrupt():
+    program = """if True:
+        import os, signal, sys
+        from torchtraceap import cli, console
+        def end(value):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                print("in order")
+        console.emit_json = end
+        sys.exit(cli.main(["patterns", "list", "--json"]))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "in order\n", "traceap: interrupted\n")
+
+
 def test_a_closed_pipe_ends_it_quietly():
     read, write = os.pipe()
     os.close(read)

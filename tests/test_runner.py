@@ -34,11 +34,13 @@ from pathlib import Path
 import msgspec
 from torchtraceap.collect import lane, runner
 from torchtraceap.collect.plan import Job
+from torchtraceap.termination import terminable
 lane.SERVER = (sys.executable, sys.argv[1])
 plan = msgspec.json.decode(sys.argv[3], type=list[Job])
-runner.collect(
-    plan, Path(sys.argv[2]), on_event=lambda e: print(e.kind, e.job.model, e.text, sep="|", flush=True)
-)
+with terminable():
+    runner.collect(
+        plan, Path(sys.argv[2]), on_event=lambda e: print(e.kind, e.job.model, e.text, sep="|", flush=True)
+    )
 """
 
 

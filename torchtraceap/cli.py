@@ -18,7 +18,8 @@ import typer
 
 from torchtraceap import __version__, console
 from torchtraceap.commands import auditing, catalogue, checking, collecting, data, demo, quality, scoring
-from torchtraceap.errors import Terminated, UserError
+from torchtraceap.errors import UserError
+from torchtraceap.termination import terminable
 
 INCOMPLETE = 1
 USAGE_ERROR = 2
@@ -61,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=arguments, prog_name="traceap", standalone_mode=False)
+        with terminable() as asked:
+            result = command.main(args=arguments, prog_name="traceap", standalone_mode=False)
         sys.stdout.flush()
     except UserError as error:
         return _refuse(str(error))
-    except (KeyboardInterrupt, typer.Abort) as error:
-        # Typer turns the one into the other.
-        result = TERMINATED if isinstance(error.__cause__ or error, Terminated) else INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort):
+        result = INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         _drop_stdout()
         return INCOMPLETE
@@ -84,8 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         context = getattr(error, "ctx", None)
         hint = f" See: {context.command_path} --help" if context is not None else ""
         return _refuse(error.format_message() + hint)
-    if result in (INTERRUPTED, TERMINATED):
+    if result == INTERRUPTED:
         sys.stderr.write("traceap: interrupted\n")
+        result = TERMINATED if asked.is_set() else INTERRUPTED
     return result if isinstance(result, int) else 0
 
 

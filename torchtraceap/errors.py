@@ -1,4 +1,4 @@
-"""Exceptions that the command turns into a line on stderr: bad input, and a request to end."""
+"""The one exception that the command turns into a line on stderr and exit code 2."""
 
 
 class UserError(Exception):
@@ -6,7 +6,3 @@ class UserError(Exception):
 
     Raised for everything a user can mend. Anything else that escapes is a bug and keeps its traceback.
     """
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM asked this process to end; what ends in order on Ctrl-C does so here too."""
