@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch.profiler import profile, schedule
 
 from torchtraceap.collect import devices
@@ -21,20 +22,45 @@ WARMUP_STEPS = 2
 LEAD_IN = 1
 """Steps that are recorded and then cut away: they give the GPU the backlog of a loop that has been running,
 made of work whose launch calls, and so whose labels, are known."""
+MOST_LOST = 0.01
+"""Share of kernels that may be missing from a profile; none was in those that were looked at."""
 
 
 class Recording:
-    """A profile as the profiler holds it; later ones do not disturb it."""
+    """A profile in a file, which is read when there is time for it."""
 
-    def __init__(self, profiler: profile) -> None:
-        self._profiler = profiler
+    def __init__(self, profiler: profile, device: torch.device) -> None:
+        # Now: what the profiler holds of a GPU is lost when the next profile begins, without a word
+        # (PyTorch 2.11, CUDA 13: no runtime call and no kernel was left).
+        self._folder = tempfile.TemporaryDirectory(prefix="traceap-")
+        self._path = Path(self._folder.name) / "trace.json"
+        self._device = device
+        profiler.export_chrome_trace(str(self._path))
 
     def read(self) -> Trace:
-        """The trace, through a temporary file; it takes longer than the steps did, but no device."""
-        with tempfile.TemporaryDirectory(prefix="traceap-") as folder:
-            path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            return read_trace(path)
+        """The trace; the file goes.
+
+        Raises:
+            RuntimeError: The profiler lost what the GPU did.
+        """
+        with self._folder:
+            trace = read_trace(self._path)
+        if self._device.type != "cpu":
+            require_kernels(trace)
+        return trace
+
+
+def require_kernels(trace: Trace) -> None:
+    """Make sure that a profile of a GPU has what the GPU did.
+
+    Raises:
+        RuntimeError: There is no event of a GPU, or more than a hundredth of the launches have no kernel.
+    """
+    launching = np.array(["LaunchKernel" in op.name for op in trace.ops], dtype=bool)
+    launches = np.flatnonzero(launching[trace.events.op] & ~trace.on_gpu)
+    lost = len(np.setdiff1d(launches, trace.events.launch[trace.on_gpu]))
+    if not trace.on_gpu.any() or lost > len(launches) * MOST_LOST:
+        raise RuntimeError(f"the profiler lost {lost} of {len(launches)} kernels")
 
 
 def profile_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Trace:
@@ -75,7 +101,7 @@ def record_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Re
     finally:
         loop.marking = False
         loop.profiled_step = None
-    return Recording(profiler)
+    return Recording(profiler, loop.device)
 
 
 def step_ms(trace: Trace) -> float:

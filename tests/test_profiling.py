@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from torchtraceap.collect.profiling import gpu_busy, step_ms
+from torchtraceap.collect.profiling import gpu_busy, require_kernels, step_ms
 from torchtraceap.dataset.trace import Events, Lane, Op, Trace
 
 STEPS = 3
@@ -43,6 +43,14 @@ def test_busy_share_counts_overlaps_once_and_the_last_kernel_to_its_end() -> Non
     trace = trace_of([(0, 500, 1000), (0, 750, 1250), (2, 3000, 4000)])
     assert gpu_busy(trace) == pytest.approx(1750 / 4000)
     assert step_ms(trace) == pytest.approx(4 / 3)
+
+
+def test_a_profile_without_its_kernels_is_refused() -> None:
+    require_kernels(trace_of([(0, 500, 1000), (1, 1500, 1600), (2, 3000, 4000)]))
+    with pytest.raises(RuntimeError, match="lost 1 of 3 kernels"):
+        require_kernels(trace_of([(0, 500, 1000), (2, 3000, 4000)]))
+    with pytest.raises(RuntimeError, match="lost 3 of 3 kernels"):
+        require_kernels(trace_of([]))
 
 
 def test_busy_share_without_kernels() -> None:
