@@ -80,6 +80,16 @@ bench: env ## run every program in benchmarks/ and print its ratios
 		echo "== $$program"; $(BIN)/python $$program; \
 	done
 
+BUNDLE_PYTHON ?=
+BUNDLE_MACHINE ?= x86_64
+BUNDLE_HAVE ?=
+BUNDLE ?= dist/torchtraceap-bundle.pyz
+
+.PHONY: bundle
+bundle: env ## write one file that collects on a machine without internet (docs/new_hardware.md)
+	$(BIN)/python -P -m torchtraceap.collect.bundle $(if $(BUNDLE_PYTHON),--python $(BUNDLE_PYTHON)) \
+		--machine $(BUNDLE_MACHINE) $(if $(BUNDLE_HAVE),--have $(BUNDLE_HAVE)) -o $(BUNDLE)
+
 .PHONY: clean
 clean: ## remove what was built; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -124,7 +124,7 @@ def connected(address: str) -> Iterator[Any]:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray raises bare ones too
         raise UserError(f"--ray {address}: {first_line(error)}") from None
     try:
         yield ray
