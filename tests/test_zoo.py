@@ -1,7 +1,8 @@
-"""The zoo: declarations of every model, and a training and an inference step of the demo tier."""
+"""The zoo: declarations of all models, counts of a sample, steps of the demo tier and of each adapter."""
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -10,10 +11,29 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchtraceap.collect.model import ZOO, ModelSpec, collate, describe, split_batch
+from torchtraceap.collect.zoo._batches import LARGEST, QUICK_GFLOP, ROOM_MB, SLOW_GFLOP, by_cost
+from torchtraceap.collect.zoo._measure import count
 from torchtraceap.dataset.schema import MODES
 from torchtraceap.errors import UserError
 
 SMALL = [spec for spec in ZOO if spec.small]
+OF_THEIR_KIND = [
+    "torchvision/keypointrcnn_resnet50_fpn",
+    "torchvision/maskrcnn_resnet50_fpn",
+    "torchvision/raft_small",
+]
+"""Models whose input or output no small model has."""
+SAMPLE = 40
+LICENCES = {"Apache-2.0", "BSD-3-Clause", "MIT"}
+
+
+def _sampled(specs: list[ModelSpec], size: int) -> list:
+    """All of ``specs`` as parameters, all but a random sample marked as slow."""
+    chosen = {spec.name for spec in random.Random(0).sample(specs, size)}
+    return [
+        pytest.param(spec, id=spec.name, marks=() if spec.name in chosen else pytest.mark.slow)
+        for spec in specs
+    ]
 
 
 def _finite(tree: object) -> bool:
@@ -23,6 +43,14 @@ def _finite(tree: object) -> bool:
 
 def _batch(spec: ModelSpec, batch_size: int = 2) -> dict[str, torch.Tensor]:
     return spec.make_batch(batch_size, spec.size("cpu"), torch.Generator().manual_seed(0))
+
+
+def _build_on_meta(spec: ModelSpec) -> torch.nn.Module:
+    try:
+        with torch.device("meta"):  # shapes without memory: the largest model would take 3.4 GB
+            return spec.build()
+    except NotImplementedError:  # torch 2.11 has no meta kernel for what a RegNet does when it is built
+        return spec.build()
 
 
 def test_listing_the_zoo_imports_no_library() -> None:
@@ -42,21 +70,51 @@ def test_demo_tier_covers_the_tasks() -> None:
     assert {spec.source for spec in SMALL} == {"timm", "torchvision", "smp", "diffusers", "transformers"}
 
 
-@pytest.mark.parametrize("spec", list(ZOO), ids=lambda spec: spec.name)
-def test_declaration(spec: ModelSpec) -> None:
-    assert len(spec.cpu_size) == len(spec.gpu_size)
-    assert all(0 < small <= full for small, full in zip(spec.cpu_size, spec.gpu_size, strict=True))
-    assert set(spec.batch_sizes) == {"gpu", "cpu"}
-    for by_mode in spec.batch_sizes.values():
-        assert set(by_mode) == set(MODES)
-        assert all(size >= 2 for size in by_mode["train"])  # BatchNorm behind a global pooling
-        assert all(size >= 1 for size in by_mode["infer"])
-    assert max(size for by_mode in [spec.batch_sizes["cpu"]] for size in sum(by_mode.values(), ())) <= 4
-    assert spec.licence in {"Apache-2.0", "BSD-3-Clause", "MIT"}
-    assert describe(spec)["gpu_size"] == list(spec.size("cuda"))
+def test_declarations() -> None:
+    wrong = {spec.name: faults for spec in ZOO if (faults := _faults(spec))}
+    assert wrong == {}
 
 
-@pytest.mark.parametrize("spec", list(ZOO), ids=lambda spec: spec.name)
+def _faults(spec: ModelSpec) -> list[str]:
+    """What a row must hold to, and does not."""
+    sizes = spec.batch_sizes
+    pairs = list(zip(spec.cpu_size, spec.gpu_size, strict=False))
+    demands = {
+        "sizes have equally many dimensions": len(spec.cpu_size) == len(spec.gpu_size),
+        "a CPU's size is no larger than a GPU's": all(0 < small <= full for small, full in pairs),
+        "batch sizes are of a GPU and a CPU": set(sizes) == {"gpu", "cpu"},
+        "batch sizes are of both modes": all(set(by_mode) == set(MODES) for by_mode in sizes.values()),
+        # BatchNorm behind a global pooling
+        "batches of training hold two samples": all(n >= 2 for kind in sizes.values() for n in kind["train"]),
+        "batches hold a sample": all(n >= 1 for kind in sizes.values() for n in kind["infer"]),
+        "batches of a CPU are small": all(n <= 4 for mode in MODES for n in sizes["cpu"][mode]),
+        "it runs on a GPU": any(sizes["gpu"].values()),
+        "the licence is a permissive one": spec.licence in LICENCES,
+        "families are words": all(
+            name.replace("_", "").isalnum() for name in (spec.family, spec.backbone_family)
+        ),
+        "parameters are counted": spec.params_m > 0,
+        "its description has its size": describe(spec)["gpu_size"] == list(spec.size("cuda")),
+    }
+    return [demand for demand, met in demands.items() if not met]
+
+
+def test_the_zoo_is_as_large_as_promised() -> None:
+    tasks = [spec.task for spec in ZOO]
+    sources = [spec.source for spec in ZOO]
+    assert tasks.count("classification") >= 450
+    assert tasks.count("segmentation") >= 60
+    assert sources.count("timm") >= 440
+
+
+def test_equal_backbones_have_one_family() -> None:
+    names = ["timm/resnet50", "torchvision/fcn_resnet50", "smp/unet-resnet34", "transformers/detr-resnet-50"]
+    assert {ZOO[name].backbone_family for name in names} == {"resnet"}
+
+
+@pytest.mark.parametrize(
+    "spec", {repr(spec.adapter): spec for spec in ZOO}.values(), ids=lambda spec: spec.name
+)
 def test_batches_split_and_collate(spec: ModelSpec) -> None:
     batch = _batch(spec, 3)
     samples = split_batch(batch)
@@ -69,20 +127,52 @@ def test_batches_split_and_collate(spec: ModelSpec) -> None:
         assert torch.equal(again[name], tensor)
 
 
-@pytest.mark.parametrize("spec", list(ZOO), ids=lambda spec: spec.name)
+def test_masks_and_keypoints_lie_in_their_boxes() -> None:
+    batch = _batch(ZOO["torchvision/maskrcnn_resnet50_fpn"])
+    for box, mask in zip(batch["boxes"].flatten(0, 1), batch["masks"].flatten(0, 1), strict=True):
+        rows, columns = mask.nonzero().unbind(1)
+        left, top, right, bottom = box.tolist()
+        assert left <= columns.min() and columns.max() <= right  # noqa: PT018
+        assert top <= rows.min() and rows.max() <= bottom  # noqa: PT018
+        assert mask.sum() == pytest.approx(torch.pi / 4 * (right - left) * (bottom - top), rel=0.15)
+    batch = _batch(ZOO["torchvision/keypointrcnn_resnet50_fpn"])
+    low, high = batch["boxes"][:, :, None].split(2, dim=-1)
+    points = batch["keypoints"][..., :2]
+    assert ((low <= points) & (points <= high)).all()
+
+
+@pytest.mark.parametrize("spec", _sampled(list(ZOO), SAMPLE))
 def test_parameters_are_counted(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     # A forward pass of noise, which the meta device cannot answer; it changes biases, and their number not.
     monkeypatch.setattr("torchtraceap.collect.zoo.torchvision.prepare", lambda *args: None)
-    try:
-        with torch.device("meta"):  # shapes without memory: the largest model would take 3.4 GB
-            model = spec.build()
-    except NotImplementedError:  # torch 2.11 has no meta kernel for what a RegNet does when it is built
-        model = spec.build()
+    model = _build_on_meta(spec)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(spec.params_m, rel=0.01)
 
 
-@pytest.mark.parametrize("spec", SMALL, ids=lambda spec: spec.name)
-def test_small_model_steps(spec: ModelSpec) -> None:
+COUNTED = [spec for spec in ZOO if spec.source in ("timm", "smp")]
+
+
+@pytest.mark.parametrize("spec", _sampled(COUNTED, 6))
+def test_batch_sizes_fit_what_the_model_costs(spec: ModelSpec) -> None:
+    counted = count(spec)
+    expected = by_cost(counted.activations_mb, counted.cpu_gflop)["gpu"]["train"][-1]
+    assert expected / 2 <= spec.batch_sizes["gpu"]["train"][-1] <= expected * 2
+
+
+def test_batch_sizes_by_cost() -> None:
+    for activations in (0.1, 20.0, 128.0, 1000.0, 8000.0):
+        small, large = by_cost(activations, 1.0)["gpu"]["train"]
+        assert large == LARGEST or 2 * large * activations > ROOM_MB
+        assert large == 4 or large * activations <= ROOM_MB
+        assert small == max(2, large // 8)
+    assert by_cost(1.0, QUICK_GFLOP)["cpu"] == {"train": (2, 4), "infer": (1, 4)}
+    assert by_cost(1.0, SLOW_GFLOP)["cpu"] == {"train": (2,), "infer": (1, 2)}
+    assert by_cost(1.0, SLOW_GFLOP + 1)["cpu"] == {"train": (), "infer": (1,)}
+
+
+@pytest.mark.parametrize("name", [*(spec.name for spec in SMALL), *OF_THEIR_KIND])
+def test_model_steps(name: str) -> None:
+    spec = ZOO[name]
     torch.manual_seed(0)
     model = spec.build()
     batch = _batch(spec)
@@ -90,7 +180,7 @@ def test_small_model_steps(spec: ModelSpec) -> None:
     with torch.inference_mode():
         output = spec.forward(model, batch, training=False)
     assert _finite(output)
-    if spec.source == "torchvision" and spec.task == "detection":
+    if spec.source == "torchvision" and "boxes" in batch:
         assert all(len(image["boxes"]) <= 100 for image in output)
         assert any(len(image["boxes"]) > 0 for image in output)
     model.train()
