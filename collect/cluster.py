@@ -349,7 +349,7 @@ def _wait_for(path: Path) -> None:
         UserError: It does not.
     """
     end = time.monotonic() + ARRIVAL_SECONDS
-    while path not in path.parent.iterdir():  # a listing asks the server; a look-up may be cached
+    while not path.exists() and path not in path.parent.iterdir():  # a look-up may be cached here
         if time.monotonic() > end:
             raise UserError(f"{path} did not arrive")
         time.sleep(POLL_SECONDS)

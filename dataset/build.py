@@ -20,7 +20,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,7 @@ class _Survey:
     shard_of: dict[str, Path] = field(default_factory=dict)
     hardware: dict[str, tuple[pa.Table, Path]] = field(default_factory=dict)
     tests: CostTests = field(default_factory=CostTests)
+    _signatures: dict[frozenset[Any], splits.Signature] = field(default_factory=dict)
 
     def add(self, shard: Path, seen: Examined) -> None:
         """Take up what was seen in a shard, if it agrees with the others."""
@@ -204,7 +205,9 @@ class _Survey:
                     "of the two"
                 )
             self.shard_of[member.trace_id] = shard
-            self.members[member.trace_id] = member
+            # Most of what is known of a trace; the same for all traces of a program, and so kept once.
+            signature = self._signatures.setdefault(frozenset(member.signature.items()), member.signature)
+            self.members[member.trace_id] = replace(member, signature=signature)
         self.tests.update(seen.tests)
 
     def hardware_rows(self, traces: Iterable[Released]) -> pa.Table:

@@ -132,8 +132,12 @@ def split_units(members: Iterable[Member]) -> dict[str, str]:
         groups.join(index, first.setdefault(("pair", one.pair_id), index))
         if one.backbone_family:
             groups.join(index, first.setdefault(("backbone", one.backbone_family), index))
+    distinct: dict[tuple[str, frozenset[tuple[tuple[str, str], int]]], int] = {}
+    for index, one in enumerate(members):
+        if one.signature:  # the same program again, as with another seed, need not be compared again
+            groups.join(index, distinct.setdefault((one.mode, frozenset(one.signature.items())), index))
     for mode in {one.mode for one in members}:
-        indices = [index for index, one in enumerate(members) if one.mode == mode]
+        indices = [index for (of_mode, _), index in distinct.items() if of_mode == mode]
         for a, b in similar([members[index].signature for index in indices]):
             groups.join(indices[a], indices[b])
 

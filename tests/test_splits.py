@@ -78,6 +78,17 @@ def test_units_are_connected_components():
     }  # fmt: skip
 
 
+def test_a_program_is_compared_once_however_often_it_ran(monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        "torchtraceap.dataset.splits.similar", lambda signatures: compared.extend(signatures) or []
+    )
+    units = split_units([member(f"{name}{i}", **{name: 3}) for i in range(9) for name in "ab"])
+    assert sorted(name for signature in compared for (name, _) in signature) == ["a", "b"]
+    assert [len({units[f"{name}{i}"] for i in range(9)}) for name in "ab"] == [1, 1]
+    assert units["a0"] != units["b0"]
+
+
 def test_programs_of_different_modes_are_not_compared():
     units = split_units([member("a", "x", conv=5), member("b", "y", conv=5, mode="infer")])
     assert units == {"a": "x", "b": "y"}
