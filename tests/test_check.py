@@ -103,15 +103,20 @@ def test_nothing_is_tried_in_a_broken_context(run) -> None:
     assert len(caught.value.failure.result["cases"]) == 2
 
 
-def test_cases_are_the_smallest_and_on_a_gpu_the_largest_batch() -> None:
-    (one,) = make_checks(["timm/resnet18"], device_type="cuda")
+def test_cases_are_the_smallest_and_on_a_gpu_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {
+        "gpu": {"train": (64, 32, 128), "infer": (1, 128)},
+        "cpu": {"train": (2, 4), "infer": (1,)},
+    }
+    monkeypatch.setitem(ZOO._entries, "tiny/net", replace(tiny.spec(), batch_sizes=sizes))
+    (one,) = make_checks(["tiny/net"], device_type="cuda")
     assert [str(case) for case in one.cases] == [
         "train at batch 32",
         "train at batch 128",
         "infer at batch 1",
         "infer at batch 128",
     ]
-    (one,) = make_checks(["timm/resnet18"], device_type="cpu", modes=["train"])
+    (one,) = make_checks(["tiny/net"], device_type="cpu", modes=["train"])
     assert one.cases == [Case("train", 2)]
 
 

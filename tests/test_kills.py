@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -23,29 +22,50 @@ from torchtraceap.collect.runner import collect
 FAKE_SERVER = str(Path(__file__).with_name("fake_server.py"))
 PLAN = [Job(f"fake/slowly.{number}", "train", 2, 0, [], []) for number in range(40)]
 KILLS = 20
-LATEST = 1.2
-"""Seconds after which a runner is killed at the latest; its first workload starts after about half of it."""
 SECONDS = 20.0
+
+KILLER = """
+import os, signal, sys, time, traceback
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_kills
+test_kills.lane.SERVER = (sys.executable, test_kills.FAKE_SERVER)
+def tell_of(event, fd):
+    if event.kind != "skipped":
+        try:
+            os.write(fd, b".")
+        except BrokenPipeError:
+            pass
+for line in sys.stdin:
+    events, seconds = line.split()
+    told, tell = os.pipe()
+    pid = os.fork()  # a runner that has imported all it needs
+    if pid == 0:
+        try:
+            test_kills.collect(
+                test_kills.PLAN, Path(sys.argv[2]), lanes=2, resume=True, on_event=lambda e: tell_of(e, tell)
+            )
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(tell)
+    for _ in range(int(events)):
+        os.read(told, 1)
+    os.close(told)
+    time.sleep(float(seconds))
+    os.kill(pid, signal.SIGKILL)
+    print(os.waitpid(pid, 0)[1], flush=True)
+"""
+"""Runs it once for each line of its input, kills it so many events and seconds later, and prints its end."""
 
 
 def shards(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / "shards").iterdir()}
 
 
-def start(run: Path) -> int:
-    """A runner in a process of its own, forked so that it need not import anything; its id."""
-    if pid := os.fork():
-        return pid
-    try:
-        collect(PLAN, run, lanes=2, resume=True)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
-
-
 def strays(mark: str) -> list[psutil.Process]:
-    """Processes that a fork server was or came from which had ``mark`` in its environment."""
+    """Processes that have ``mark`` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -58,23 +78,33 @@ def strays(mark: str) -> list[psutil.Process]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the environment of other processes")
 def test_twenty_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, run, undisturbed = (tmp_path / name for name in ("temporary", "run", "undisturbed"))
+    temporary.mkdir()
     monkeypatch.setattr(lane, "SERVER", (sys.executable, FAKE_SERVER))
-    monkeypatch.setenv("TRACEAP_TEST", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert len(collect(PLAN, undisturbed, lanes=4).done) == len(PLAN)
 
     moments = random.Random(4)
     grown = [0]
-    for _ in range(KILLS):
-        pid = start(run)
-        time.sleep(moments.uniform(0, LATEST))
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "it failed, or was refused the folder"
-        grown.append(len(list((run / "shards").glob("*.parquet"))) if (run / "shards").exists() else 0)
-    assert len(set(grown)) > KILLS / 4, f"kills did not meet it at work: {grown}"
+    environment = {**os.environ, "TRACEAP_TEST": str(tmp_path), "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", KILLER, str(Path(__file__).parent), str(run)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as killer:
+        assert killer.stdin is not None
+        assert killer.stdout is not None
+        for _ in range(KILLS):
+            # Counted in events, of which a workload has three, as a busy machine takes long for any.
+            print(moments.randrange(12), moments.uniform(0, 0.1), file=killer.stdin, flush=True)
+            status = int(killer.stdout.readline())
+            assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, (
+                "it failed, or was refused the folder"
+            )
+            grown.append(len(list(run.glob("shards/*.parquet"))))
+        killer.stdin.close()
+    assert len({made for made in grown if 0 < made < len(PLAN)}) > 2, (
+        f"kills did not meet it at work: {grown}"
+    )
 
     report = collect(PLAN, run, lanes=2, resume=True)
     assert report.failed == {}
@@ -87,4 +117,4 @@ def test_twenty_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.Monk
     while found := strays(str(tmp_path)):
         assert time.monotonic() < end, f"still there: {found}"
         time.sleep(0.05)
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list(temporary.iterdir()) == []
