@@ -26,7 +26,7 @@ import msgspec
 
 from torchtraceap.collect import CHECK_TIME_LIMIT
 from torchtraceap.collect.failures import Failed, Failure, describe
-from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
+from torchtraceap.collect.model import ZOO, Adapter, Batch, DeviceKind, ModelSpec
 from torchtraceap.collect.plan import in_turns
 from torchtraceap.collect.processes import locked
 from torchtraceap.collect.runner import JobEvent, RunReport, Work, read_log, run_jobs
@@ -290,9 +290,24 @@ def run_request(request: Request, progress: Callable[[str], None]) -> dict[str, 
 
 
 def _built(spec: ModelSpec) -> ModelSpec:
-    """The row of a model that is built once, for all its cases."""
+    """The row of a model that is built once, for all its cases, and so are batches of each size."""
     model = spec.build()
-    return replace(spec, build=lambda: model)
+    return replace(spec, build=lambda: model, adapter=_OneBatch(spec.adapter))
+
+
+class _OneBatch:
+    """An adapter that makes one batch of each size: a loop asks for several, and random numbers take long."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.forward = adapter.forward
+        self.loss = adapter.loss
+        self._adapter = adapter
+        self._batches: dict[int, Batch] = {}
+
+    def make_batch(self, batch_size: int, size: tuple[int, ...], generator: torch.Generator) -> Batch:
+        if batch_size not in self._batches:
+            self._batches[batch_size] = self._adapter.make_batch(batch_size, size, generator)
+        return self._batches[batch_size]
 
 
 def _reason(failed: Mapping[Case, Failure]) -> str:
