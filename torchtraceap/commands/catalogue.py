@@ -10,6 +10,7 @@ import typer
 
 from torchtraceap import console
 from torchtraceap.commands._options import Family, Json, MaxParams, MinParams, Source, Task
+from torchtraceap.errors import UserError
 
 FACTS = ("group", "scope", "lanes", "mechanism", "needs", "modes", "precondition", "belongs")
 """What ``patterns show`` prints in a line each."""
@@ -57,6 +58,8 @@ def zoo_list(
     if markdown:
         print(page(check or ()), end="")
         return
+    if check:
+        raise UserError("--check is told of on the page: add --markdown")
     chosen = select(
         task=task, source=source, family=family, small=small, min_params=min_params, max_params=max_params
     )
