@@ -104,16 +104,21 @@ def selected_members(
     for one in selectors:
         assert clean is not None
         assert one.selects is not None
-        taken = np.logical_or.reduce([_loading(stripped), *members.values()])
+        taken = np.logical_or.reduce([_of_any_step(stripped), *members.values()])
         new = additions(stripped, clean, taken) & ~taken
         found[one.instance] = _selected(stripped, new, one.selects)
     return found
 
 
-def _loading(trace: Trace) -> NDArray[np.bool_]:
-    """What the loader does, shape (events,): no consequence of a pattern, other than those that mark it."""
-    loads = np.array([op.name.startswith("enumerate(DataLoader)") for op in trace.ops], dtype=bool)
-    return runs_of.below(loads[trace.events.op], trace.events.parent, trace.events.launch)
+def _of_any_step(trace: Trace) -> NDArray[np.bool_]:
+    """What is no consequence of a pattern, other than those that mark it, shape (events,).
+
+    What the loader does; and what a reducer copies from its buckets, which are others, in another order,
+    where DistributedDataParallel looks for unused parameters.
+    """
+    names = ("enumerate(DataLoader)", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
+    tops = np.array([op.name.startswith(names) for op in trace.ops], dtype=bool)
+    return runs_of.below(tops[trace.events.op], trace.events.parent, trace.events.launch)
 
 
 def all_segments(trace: Trace, members: Mapping[int, NDArray[np.bool_]]) -> list[Segment]:

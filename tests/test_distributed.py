@@ -239,7 +239,10 @@ def test_labels_are_what_was_changed(shards: list[list[TraceRecord]]) -> None:
         assert found["aten::select"] == 18  # the map is written and read for each parameter
         assert "c10d::allreduce_" not in found
     for record in of(second, "missing_no_sync"):
-        assert names(record, "missing_no_sync") == {"c10d::allreduce_": 1}  # of two, one is needed
+        reducing = names(record, "missing_no_sync")
+        assert reducing["c10d::allreduce_"] == 1  # of two, one is needed
+        copies = "torch::distributed::reducer::mul_out", "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+        assert [reducing[name] for name in copies] == [9, 9]  # a parameter each, into buckets and back
         all_of_them = Counter(record.trace.names.tolist())["c10d::allreduce_"]
         assert all_of_them > record.meta["steps"]
 

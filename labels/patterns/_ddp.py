@@ -22,9 +22,20 @@ REDUCTIONS = frozenset({"c10d::allreduce_", "gloo:all_reduce"})
 NCCL does lies below the operator."""
 
 
+COPIES = frozenset(
+    {"torch::distributed::reducer::mul_out", "torch.distributed.ddp.reducer::copy_bucket_to_grad"}
+)
+"""Names under which a reducer copies gradients into its buckets, averaging them, and back."""
+
+
 def is_reduction(name: str) -> bool:
     """Whether an event of this name is an all-reduce."""
     return name in REDUCTIONS
+
+
+def is_reducing(name: str) -> bool:
+    """Whether an event of this name is an all-reduce, or a copy of a gradient for the sake of one."""
+    return name in REDUCTIONS | COPIES
 
 
 @contextmanager

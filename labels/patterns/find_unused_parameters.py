@@ -24,6 +24,22 @@ SEARCH = frozenset(
 """What is new where a graph is searched: the walk, an identity behind the model, a map of parameters."""
 
 
+class _Silent:
+    """A wrapper's logger that takes no statistics.
+
+    To take them it waits for the GPU in the first ten steps of a wrapper, which no user's profile is of.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing."""
+
+
 def _searching(loop: Loop, **changes: Any) -> list[Site]:
     """A step with a DistributedDataParallel that searches, which exists only as long as this is on.
 
@@ -35,6 +51,7 @@ def _searching(loop: Loop, **changes: Any) -> list[Site]:
         nonlocal network
         if network is None:
             network = loop.make_network(find_unused_parameters=True, init_sync=False, **changes)
+            network.logger = _Silent(network.logger)
 
     def drop(state: State) -> None:
         nonlocal network

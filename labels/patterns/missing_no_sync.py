@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torchtraceap.labels.pattern import Body, Loop, Pattern, Site, StageSite, State, Variant, register
-from torchtraceap.labels.patterns._ddp import Mark, is_reduction, metric_sites, through, unreduced
+from torchtraceap.labels.patterns._ddp import Mark, is_reducing, metric_sites, through, unreduced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,10 +84,10 @@ register(
         scope="step",
         lanes=frozenset({"cpu", "gpu"}),
         mechanism="meanwhile",
-        selects=is_reduction,
+        selects=is_reducing,
         belongs=(
-            "The all-reduces in the backward passes of all micro-batches but the last, their runtime calls "
-            "and kernels."
+            "In the backward passes of all micro-batches but the last the all-reduces and the copies of "
+            "gradients into buckets and back, their runtime calls and kernels."
         ),
         runtime="distributed",
         modes=frozenset({"train"}),
