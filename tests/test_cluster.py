@@ -209,6 +209,22 @@ def test_a_run_that_nodes_do_not_see(collect, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
+def test_an_interrupt_ends_what_runs_on_the_nodes(collect, nodes, tmp_path: Path) -> None:
+    import psutil
+
+    mark = nodes[1] / "here-fake-lingers.9_train_b2"
+
+    def interrupt(event: JobEvent) -> None:
+        wait_until(mark.exists)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect("lingers.9", on_event=interrupt)
+    wait_until(lambda: not psutil.pid_exists(int(mark.read_text())))
+    assert names(tmp_path / "run") == []
+
+
+@pytest.mark.slow
 def test_items_are_mapped_in_order(nodes) -> None:
     assert list(map_on(Where(ray=nodes[0].address), fake_cluster.square, range(9))) == [
         n * n for n in range(9)
@@ -222,7 +238,7 @@ def test_a_node_lost_in_the_middle(collect, nodes, tmp_path: Path) -> None:
     doomed = list(started.worker_nodes)[-1]
 
     def kill_one_when_both_work() -> None:
-        wait_until(lambda: len(list(marks.glob("here-*"))) == 2)
+        wait_until(lambda: len(list(marks.glob("here-fake-lingers.[12]_*"))) == 2)
         started.remove_node(doomed, allow_graceful=False)
         (marks / "go").touch()
 
