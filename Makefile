@@ -39,6 +39,9 @@ test: env ## run the tests, without the slow ones
 
 .PHONY: test-all
 test-all: env ## run all tests (inductor, Ray, kill tests: minutes)
+	@$(BIN)/python -c 'import ray' 2>/dev/null || { \
+		echo 'make test-all: adding Ray to $(VENV)'; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev,scale]'; }
 	$(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: lint
