@@ -340,7 +340,7 @@ def _alone(gate: Path, progress: Callable[[str], None]) -> Iterator[None]:
 def _step_all(
     spec: ModelSpec, cases: Sequence[Case], device: torch.device, progress: Callable[[str], None]
 ) -> Iterator[tuple[Case, tuple[Stepped, Failure | None]]]:
-    """Try the cases in turn. After a failure of the device there is no context to try the next one in."""
+    """Try the cases in turn, until a failure has spoilt this process's context on the device for the rest."""
     import traceback
 
     from torchtraceap.collect import devices
@@ -354,13 +354,24 @@ def _step_all(
             traceback.print_exc()
             failure = describe(error)
             stepped.error = failure.error
-        if failure is None or failure.kind != "device":
+        spoilt = failure is not None and failure.kind == "device" and not _computes(device)
+        if not spoilt:
             gc.collect()
             stepped.peak_mib = _peak_mib(device)
             devices.empty_cache(device)
         yield case, (stepped, failure)
-        if failure is not None and failure.kind == "device":
+        if spoilt:
             return
+
+
+def _computes(device: torch.device) -> bool:
+    from torchtraceap.collect import devices
+
+    try:
+        devices.compute(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _step_ms(spec: ModelSpec, case: Case, device: torch.device) -> float:

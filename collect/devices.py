@@ -98,6 +98,17 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def compute(device: torch.device) -> None:
+    """Compute something there.
+
+    Raises:
+        RuntimeError: It cannot: the device is gone, or an earlier error has spoilt this process's context.
+    """
+    numbers = torch.ones(1024, device=device)
+    if numbers.sum().item() != len(numbers):
+        raise RuntimeError(f"{device} cannot add")
+
+
 def take_peak(device: torch.device) -> int:
     """The most bytes that tensors had on an accelerator since the last call; 0 where it does not say."""
     if device.type == "mps":  # it counts no peak

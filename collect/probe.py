@@ -18,12 +18,7 @@ def run_request(request: Request, progress: Callable[[str], None]) -> dict[str, 
     Raises:
         Whatever the device is not able to.
     """
-    import torch
-
     from torchtraceap.collect import devices
 
-    device = devices.prepare(request.device)
-    numbers = torch.ones(1024, device=device)
-    if numbers.sum().item() != len(numbers):
-        raise RuntimeError(f"{device} cannot add")
+    devices.compute(devices.prepare(request.device))
     return {}

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from torchtraceap.cli import main
-from torchtraceap.collect import lane
+from torchtraceap.collect import devices, lane
 from torchtraceap.collect.check import Case, Check, check, make_checks, read_report, run_request
 from torchtraceap.collect.failures import Failed
 from torchtraceap.collect.model import ZOO
@@ -95,12 +95,21 @@ def test_what_does_not_fit_beside_others_is_tried_alone(run, tmp_path: Path) -> 
         run(Fails(error), gate=str(tmp_path / "lock"))
 
 
-def test_nothing_is_tried_in_a_broken_context(run) -> None:
+def test_nothing_is_tried_in_a_spoilt_context(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(devices, "compute", fail)
     with pytest.raises(Failed) as caught:
         run(Fails(RuntimeError("CUDA error: an illegal memory access")), [*BOTH, Case("infer", 4)])
     assert caught.value.failure.kind == "device"
     assert caught.value.failure.result is not None
     assert len(caught.value.failure.result["cases"]) == 2
+    monkeypatch.undo()  # a library that refused its arguments has spoilt nothing
+    with pytest.raises(Failed) as caught:
+        run(Fails(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")), [*BOTH, Case("infer", 4)])
+    assert caught.value.failure.result is not None
+    assert len(caught.value.failure.result["cases"]) == 3
 
 
 def test_cases_are_the_smallest_and_on_a_gpu_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
