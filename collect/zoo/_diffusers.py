@@ -115,6 +115,7 @@ class NoisePrediction:
         time_scale: The network takes the time as a float, so many a step; None: as it is.
         flow: Flow matching: samples and noise mix linearly, and their difference is predicted.
         packed: The network takes positions as a sequence, [B, positions, channels].
+        per_frame: The network takes a prompt for each frame of a clip [C, F, H, W].
         lists: Keywords of inputs that the network takes as a list of samples.
         constants: Further arguments, a function of the size of a latent.
     """
@@ -126,6 +127,7 @@ class NoisePrediction:
     time_scale: float | None = None
     flow: bool = False
     packed: bool = False
+    per_frame: bool = False
     lists: tuple[str, ...] = ()
     constants: Callable[[Size], Mapping[str, Any]] | None = None
 
@@ -168,6 +170,9 @@ class NoisePrediction:
         for condition in self.conditions:
             value = batch[condition.name]
             _put(inputs, condition.name, value[0] if condition.shared else value)
+        if self.per_frame:
+            prompts: Tensor = inputs["encoder_hidden_states"]
+            inputs["encoder_hidden_states"] = prompts.repeat_interleave(size[1], dim=0)
         for name in self.lists:
             inputs[name] = list(inputs[name].unbind())
         if self.constants is not None:

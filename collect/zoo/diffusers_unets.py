@@ -171,6 +171,7 @@ CASCADE_C: Config = {"clip_image_in_channels": 768, "clip_text_in_channels": 128
 IMAGE = NoisePrediction(latent=False)
 CLASS = NoisePrediction(latent=False, conditions=(Condition("class_labels", (), "label", 1000),))
 PROMPT_768 = NoisePrediction(conditions=(prompt(77, 768),))
+PROMPT_A_FRAME = NoisePrediction(conditions=(prompt(77, 768),), per_frame=True)
 PROMPT_1024 = NoisePrediction(conditions=(prompt(77, 1024),))
 
 
@@ -246,7 +247,7 @@ ROWS: list[tuple[str, str, Config, str, float, Adapter, tuple[Size, Size], Batch
     ("stable-video-diffusion", "UNetSpatioTemporalConditionModel", {}, "video_unet", 1524.62,
      CLIP_OF_IMAGE, ((14, 8, 72, 128), (2, 8, 16, 16)), GPU_ONLY, False),
     ("animatediff", "UNetMotionModel", ANIMATE_DIFF, "video_unet", 1276.66,
-     PROMPT_768, ((4, 16, 64, 64), (4, 2, 16, 16)), LARGE, False),
+     PROMPT_A_FRAME, ((4, 16, 64, 64), (4, 2, 16, 16)), LARGE, False),
     ("modelscope-t2v", "UNet3DConditionModel", {}, "video_unet", 1411.23,
      PROMPT_1024, ((4, 16, 32, 32), (4, 2, 16, 16)), LARGE, False),
     ("kandinsky-3", "Kandinsky3UNet", {}, "kandinsky3_unet", 3055.35,
