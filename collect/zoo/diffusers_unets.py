@@ -185,6 +185,9 @@ def _xl(width: int, ids: int) -> NoisePrediction:
 
 GUIDED = NoisePrediction(conditions=(prompt(77, 768), Condition("timestep_cond", (256,))))
 UPSCALING = NoisePrediction(conditions=(prompt(77, 1024), Condition("class_labels", (), "label", 1000)))
+MASKED_PROMPT = NoisePrediction(
+    conditions=(prompt(77, 4096), Condition("encoder_attention_mask", (77,), "ones"))
+)
 IMAGE_PROMPT = NoisePrediction(
     conditions=(
         Condition("added_cond_kwargs.image_embeds", (1280,)),
@@ -251,7 +254,7 @@ ROWS: list[tuple[str, str, Config, str, float, Adapter, tuple[Size, Size], Batch
     ("modelscope-t2v", "UNet3DConditionModel", {}, "video_unet", 1411.23,
      PROMPT_1024, ((4, 16, 32, 32), (4, 2, 16, 16)), LARGE, False),
     ("kandinsky-3", "Kandinsky3UNet", {}, "kandinsky3_unet", 3055.35,
-     NoisePrediction(conditions=(prompt(77, 4096),)), ((4, 128, 128), (4, 32, 32)), GPU_ONLY, False),
+     MASKED_PROMPT, ((4, 128, 128), (4, 32, 32)), GPU_ONLY, False),
     ("stable-cascade-c", "StableCascadeUNet", CASCADE_C, "cascade_unet", 3614.27,
      CASCADE, ((16, 24, 24), (16, 12, 12)), GPU_ONLY, False),
 ]  # fmt: skip
