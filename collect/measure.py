@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torchtraceap.collect.devices import synchronize
@@ -78,7 +78,13 @@ def block_steps(loop: TrainingLoop) -> int:
 
 
 def measure_cost(
-    loop: TrainingLoop, placement: Placement, *, steps: int, settle: int, rng: random.Random
+    loop: TrainingLoop,
+    placement: Placement,
+    *,
+    steps: int,
+    settle: int,
+    rng: random.Random,
+    looks: Sequence[int] = LOOKS,
 ) -> Cost:
     """Compare the loop with and without ``placement`` armed, until decided or out of looks.
 
@@ -90,10 +96,11 @@ def measure_cost(
         steps: Steps a block.
         settle: Steps discarded after a toggle.
         rng: Draws which arm of a pair runs first.
+        looks: Of ``LOOKS`` the first ones, after the last of which there is no other.
     """
     pairs: list[tuple[float, float]] = []
     with _toggled(loop, placement, pairs, steps, settle, rng) as run:
-        decision = _until_settled(loop, pairs, run)
+        decision = _until_settled(loop, pairs, run, looks)
         run(report_pairs(decision))
     return conclude(pairs, decision.pairs)
 
@@ -103,17 +110,19 @@ def null_trial(loop: TrainingLoop, *, steps: int, rng: random.Random) -> Look:
     nothing = Placement(index=-1, sites=[], acting=frozenset())
     pairs: list[tuple[float, float]] = []
     with _toggled(loop, nothing, pairs, steps, 1, rng) as run:
-        return _until_settled(loop, pairs, run)
+        return _until_settled(loop, pairs, run, LOOKS)
 
 
-def _until_settled(loop: TrainingLoop, pairs: list[tuple[float, float]], run: Callable[[int], None]) -> Look:
+def _until_settled(
+    loop: TrainingLoop, pairs: list[tuple[float, float]], run: Callable[[int], None], looks: Sequence[int]
+) -> Look:
     """Add pairs up to each look in turn, until one settles the matter or the next is too far; the last one.
 
     Time is asked for at looks only: it is that of all pairs, whichever way they point. Ranks agree on it: one
     that went on alone would wait for the others in its next step.
     """
     begin = time.perf_counter()
-    for pairs_at_look, next_look in zip(LOOKS, (*LOOKS[1:], math.inf), strict=True):
+    for pairs_at_look, next_look in zip(looks, (*looks[1:], math.inf), strict=True):
         run(pairs_at_look - len(pairs))
         seen = look(pairs)
         a_pair = loop.world.largest(time.perf_counter() - begin) / len(pairs)

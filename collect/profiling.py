@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +40,17 @@ class Recording:
         profiler.export_chrome_trace(str(self._path))
 
     def read(self) -> Trace:
-        """The trace; the file goes.
+        """The trace without the step in which the device was waited for; the file goes.
 
         Raises:
             RuntimeError: The profiler lost what the GPU did.
         """
         with self._folder:
             trace = read_trace(self._path)
+        *_, (end, _) = trace.step_bounds.tolist()
+        trace, _ = trace.select(
+            (trace.step < LEAD_IN + PROFILED_STEPS) & (trace.on_gpu | (trace.events.start_ns < end))
+        )
         if self._device.type != "cpu":
             require_kernels(trace)
         return trace
@@ -68,7 +74,13 @@ def profile_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> T
     return record_steps(loop, settle, marking=marking).read()
 
 
-def record_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Recording:
+def record_steps(
+    loop: TrainingLoop,
+    settle: int,
+    *,
+    marking: bool = True,
+    on_device: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Recording:
     """Profile the loop's next steps; shapes on, stacks and memory off.
 
     The trace has ``LEAD_IN`` steps more than are published, in front. The loaders are rewound first, so that
@@ -78,9 +90,10 @@ def record_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Re
         loop: Warm, armed as the trace shall have it.
         settle: Steps that what is armed takes to settle; the profiler warms up at least so long.
         marking: Whether candidate places leave markers.
+        on_device: What to hold while the device is used: for less than half of the time that this takes.
     """
     warmup = max(WARMUP_STEPS, settle)
-    plan = schedule(wait=0, warmup=warmup, active=LEAD_IN + PROFILED_STEPS, repeat=1)
+    plan = schedule(wait=0, warmup=warmup, active=LEAD_IN + PROFILED_STEPS + 1, repeat=1)
     loop.rewind()
     loop.marking = marking
     try:
@@ -91,13 +104,17 @@ def record_steps(loop: TrainingLoop, settle: int, *, marking: bool = True) -> Re
                 activities=devices.activities(loop.device), schedule=plan, record_shapes=True
             ) as profiler,
         ):
-            for step in range(-LEAD_IN - warmup, PROFILED_STEPS):
-                loop.profiled_step = step if step >= 0 else None
-                loop.step()
-                if step == -LEAD_IN - 1:
-                    # Work still queued would run in the profile without the calls that launched it.
-                    devices.synchronize(loop.device)
-                profiler.step()
+            with on_device():
+                for step in range(-LEAD_IN - warmup, PROFILED_STEPS):
+                    loop.profiled_step = step if step >= 0 else None
+                    loop.step()
+                    if step == -LEAD_IN - 1:
+                        # Work still queued would run in the profile without the calls that launched it.
+                        devices.synchronize(loop.device)
+                    profiler.step()
+                # In a step of its own, which is cut away.
+                devices.synchronize(loop.device)
+            profiler.step()  # sorts what was recorded, which the device is not needed for
     finally:
         loop.marking = False
         loop.profiled_step = None

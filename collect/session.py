@@ -40,7 +40,7 @@ from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.shards import MEGABYTE, write_shard
 from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
-from torchtraceap.labels.cost import Cost, Look
+from torchtraceap.labels.cost import LOOKS, Cost, Look
 from torchtraceap.labels.pattern import PATTERNS, Mechanism, Pattern, Site, Stage, StageSite, Variant, choose
 from torchtraceap.labels.segments import covered
 from torchtraceap.labels.types import Instance, Segment, State
@@ -205,11 +205,10 @@ class Turn:
 
     def take(self, then: str) -> None:
         """Wait for it, unless it is ours, and tell what comes ``then``."""
-        if self._gate is None or self._mine:
-            return
-        self._progress(WAITING)
-        self._held.enter_context(locked(self._gate))
-        self._mine = True
+        if self._gate is not None and not self._mine:
+            self._progress(WAITING)
+            self._held.enter_context(locked(self._gate))
+            self._mine = True
         self._progress(then)
 
     def close(self) -> None:
@@ -439,6 +438,7 @@ class Session:
                         steps=min(steps, one.variant.max_block_steps or steps),
                         settle=one.variant.settle_steps,
                         rng=self.rng,
+                        looks=LOOKS[:-1] if one.is_lookalike else LOOKS,  # the measurement can only object
                     )
                 if len(arm) == 1:
                     costs.append(one.cost)
@@ -457,12 +457,10 @@ class Session:
         arms = [arm + [twin for twin in self.twins if self.rng.random() < 0.5] for arm in self.arms]
         recorded = self._recordings(arms, marking=False)
         recorded_marked = self._recordings(arms, marking=True)
-        self.turn.close()  # reading profiles takes longer than taking them
         self.progress("reading profiles")
         plain = [strip(one.read()) for one in recorded]
         marked = [one.read() for one in recorded_marked]
         labels = self._carried(arms, plain, marked)
-        self.turn.close()
         self.progress("labelling")
         marked_clean = _without_lookalikes(*label(marked[0], self.secret, _armed_in(arms[0])))
         marked_labels = [
@@ -490,10 +488,17 @@ class Session:
 
     def _recording(self, arm: list[Injected], *, marking: bool) -> profiling.Recording:
         what = " and ".join(one.name for one in arm if not one.is_lookalike) or "clean"
-        self.progress(f"profiling {what}{' with markers' if marking else ''}")
+
+        @contextmanager
+        def on_device() -> Iterator[None]:
+            self.turn.take(f"profiling {what}{' with markers' if marking else ''}")
+            self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
+            with closing(self.turn):
+                yield
+
         with _armed(arm):
             settle = max((one.variant.settle_steps for one in arm), default=0)
-            return profiling.record_steps(self.loop, settle, marking=marking)
+            return profiling.record_steps(self.loop, settle, marking=marking, on_device=on_device)
 
     def _carried(
         self, arms: list[list[Injected]], plain: list[Trace], marked: list[Trace]
@@ -509,8 +514,6 @@ class Session:
             profile = first
             for attempt in range(ATTEMPTS):
                 if attempt:
-                    self.turn.take("profiling once more")
-                    self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
                     profile = self._recording(arm, marking=True).read()
                 segments = carried(profile, self.secret, _armed_in(arm), trace, clean)
                 if self.loop.world.smallest(int(segments is not None)):  # on all ranks alike

@@ -221,7 +221,8 @@ def test_costs_are_measured_before_the_first_profile(tmp_path: Path) -> None:
     run(job(COPY, OPTIMIZER, lookalikes=[SCALAR_CAST]), tmp_path)
     kinds = [text.split()[0] for text in told]
     profiles = ["profiling"] * (3 + 3)  # without markers and with them
-    assert kinds == ["building", "surveying", "warming"] + ["measuring"] * 3 + profiles + ["reading", "labelling"]
+    before = ["building", "placing", "surveying", "warming"] + ["measuring"] * 3
+    assert kinds == before + profiles + ["reading", "labelling"]
 
 
 def test_a_lookalike_appears_in_some_traces_and_is_never_costly(tmp_path: Path) -> None:
@@ -327,8 +328,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     record, read = session.profiling.record_steps, session.profiling.Recording.read
     acting: dict[session.profiling.Recording, tuple[bool, list[str]]] = {}
 
-    def watched(loop: TrainingLoop, settle: int, *, marking: bool) -> session.profiling.Recording:
-        recording = record(loop, settle, marking=marking)
+    def watched(loop: TrainingLoop, settle: int, **options: Any) -> session.profiling.Recording:
+        recording, marking = record(loop, settle, **options), options["marking"]
         acting[recording] = marking, [one.name for one in SESSIONS[-1].placed if one.placement.armed]
         return recording
 
