@@ -126,7 +126,8 @@ def main() -> None:
     seconds = peer_seconds(jobs[:PEERS], names[0])
     peer = PROFILES * 60 / seconds
     print(
-        f"A process a model, nothing measured: {peer:.1f} traces a minute; the harness {rate / peer:.1f} times that."
+        f"A process a model, nothing measured: {peer:.1f} traces a minute; "
+        f"the harness makes {rate / peer:.1f} times that"
     )
 
 
