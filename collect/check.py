@@ -378,11 +378,9 @@ def _step_ms(spec: ModelSpec, case: Case, device: torch.device) -> float:
     """Take a step to warm up and a second one, in milliseconds.
 
     Raises:
-        RuntimeError: The loss of the first is not finite.
+        RuntimeError: The loss of the first is not finite; or at inference, some of its outputs.
         Whatever the model raises.
     """
-    import torch
-
     from torchtraceap.collect import devices
     from torchtraceap.collect.loop import TrainingLoop
 
@@ -395,14 +393,36 @@ def _step_ms(spec: ModelSpec, case: Case, device: torch.device) -> float:
     loop = Loop(spec, case.mode, case.batch_size, device, secret="", seed=0)
     with closing(loop):
         state = loop.step()
-        if case.mode == "train" and not torch.isfinite(state.loss).item():
-            raise RuntimeError(f"the loss of the first step is {state.loss.item()}")
+        if fault := _fault_of_loss(state.loss) if case.mode == "train" else _fault_of_outputs(state.output):
+            raise RuntimeError(fault)
         del state
         devices.synchronize(device)
         begin = time.perf_counter()
         loop.step()
         devices.synchronize(device)
         return round((time.perf_counter() - begin) * 1e3, 3)
+
+
+def _fault_of_loss(loss: torch.Tensor) -> str:
+    """What is wrong with a loss; empty if it is finite."""
+    value = loss.item()
+    return "" if math.isfinite(value) else f"the loss of the first step is {value}"
+
+
+def _fault_of_outputs(outputs: Any) -> str:
+    """What is wrong with the outputs of a step; empty if there are some and all are finite."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return "the first step has no tensor among its outputs"
+    infinite = sum(int(tensor.isinf().sum()) for tensor in tensors)
+    undefined = sum(int(tensor.isnan().sum()) for tensor in tensors)
+    if not infinite and not undefined:
+        return ""
+    count = sum(tensor.numel() for tensor in tensors)
+    return f"of {count} outputs of the first step {undefined} are not a number and {infinite} infinite"
 
 
 def _peak_mib(device: torch.device) -> float:

@@ -44,6 +44,16 @@ class NotANumber(tiny.Classify):
         return super().loss(output, batch) * torch.nan
 
 
+class Outputs(tiny.Classify):
+    """Predicts what it is given."""
+
+    def __init__(self, outputs: object) -> None:
+        self.outputs = outputs
+
+    def forward(self, model, batch, training):
+        return super().forward(model, batch, training) if training else self.outputs
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
     """Check a tiny model with an adapter, in this process."""
@@ -82,6 +92,24 @@ def test_what_fails_in_training_is_said_and_the_rest_is_kept(run) -> None:
 def test_a_loss_that_is_no_number_is_a_failure(run) -> None:
     with pytest.raises(Failed, match="train at batch 2: RuntimeError: the loss of the first step is nan"):
         run(NotANumber())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "fault"),
+    [
+        ({"logits": torch.tensor([1.0, torch.nan, -torch.inf]), "classes": torch.tensor([3])},
+         "of 4 outputs of the first step 1 are not a number and 1 infinite"),
+        ("an image", "the first step has no tensor among its outputs"),
+    ],
+)  # fmt: skip
+def test_outputs_that_are_no_numbers_are_a_failure(run, outputs: object, fault: str) -> None:
+    with pytest.raises(Failed) as caught:
+        run(Outputs(outputs))
+    assert caught.value.failure.error == f"infer at batch 2: RuntimeError: {fault}"
+
+
+def test_a_detector_may_find_nothing(run) -> None:
+    run(Outputs([{"boxes": torch.empty(0, 4), "labels": torch.empty(0, dtype=torch.int64)}]))
 
 
 def test_what_does_not_fit_beside_others_is_tried_alone(run, tmp_path: Path) -> None:

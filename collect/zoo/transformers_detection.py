@@ -52,7 +52,9 @@ class SetPrediction:
             inputs["input_ids"] = batch["tokens"]
         if not training:
             output = model(**inputs)
-            return {"logits": output.logits, "boxes": output.pred_boxes}
+            # Behind the prompt's tokens the model pads its logits with -inf.
+            logits = output.logits[..., : inputs["input_ids"].shape[1]] if self.prompt else output.logits
+            return {"logits": logits, "boxes": output.pred_boxes}
         pairs = zip(batch["boxes"].unbind(), batch["labels"].unbind(), strict=True)
         targets = [{"boxes": boxes, "class_labels": labels} for boxes, labels in pairs]
         return {"loss": model(**inputs, labels=targets).loss}
