@@ -29,7 +29,8 @@ from torchtraceap.collect.failures import Failed, Failure, describe
 from torchtraceap.collect.model import ZOO, Adapter, Batch, DeviceKind, ModelSpec
 from torchtraceap.collect.plan import in_turns
 from torchtraceap.collect.processes import locked
-from torchtraceap.collect.runner import JobEvent, RunReport, Work, read_log, run_jobs
+from torchtraceap.collect.run_folder import LogLine, read_log
+from torchtraceap.collect.runner import JobEvent, RunReport, Work, run_jobs
 from torchtraceap.dataset.schema import MODES
 from torchtraceap.errors import UserError
 from torchtraceap.files import write_text
@@ -211,9 +212,7 @@ def _hardware(device: str) -> dict[str, Any]:
     return devices.hardware(torch.device(device))
 
 
-def _checked(
-    models: Sequence[str], checks: Sequence[Check], log: Mapping[str, Mapping[str, Any]]
-) -> list[Checked]:
+def _checked(models: Sequence[str], checks: Sequence[Check], log: Mapping[str, LogLine]) -> list[Checked]:
     """All models by name: what the log says last of each."""
     by_model = {one.model: one for one in checks}
     found = []
@@ -225,21 +224,15 @@ def _checked(
         if ended is None:
             found.append(Checked(model, "left"))
             continue
-        done = ended["event"] == "done"
-        result = ended.get("result") or {}
-        reason = "" if done else ended["error"]
-        if not done and not result:  # it was killed: the log says at what
-            reason += f" ({ended['stage']})"
-        found.append(
-            Checked(
-                model,
-                "passed" if done else "failed",
-                reason,
-                result.get("build_s"),
-                result.get("alone", False),
-                msgspec.convert(result.get("cases", []), list[Stepped]),
-            )
-        )
+        done = ended.event == "done"
+        reason = "" if done else ended.error
+        if not done and not ended.result:  # it was killed: the log says at what
+            reason += f" ({ended.stage})"
+        told = {"model": model, "state": "passed" if done else "failed", "reason": reason}
+        try:
+            found.append(msgspec.convert({**(ended.result or {}), **told}, Checked))
+        except msgspec.ValidationError:  # not a line that a check has written
+            found.append(Checked(model, "left"))
     return found
 
 

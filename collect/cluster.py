@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -33,7 +33,8 @@ import torchtraceap
 from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT, runner
 from torchtraceap.collect.lane import Lane
 from torchtraceap.collect.plan import Job
-from torchtraceap.collect.runner import JobEvent, RunReport, shard_path
+from torchtraceap.collect.run_folder import RunFolder, claimed, read_log, shard_path
+from torchtraceap.collect.runner import JobEvent, RunReport
 from torchtraceap.dataset.shards import files_of, parts_to_come, read_session, traces_of
 from torchtraceap.errors import UserError
 from torchtraceap.parallel import connected, first_line, user_error
@@ -186,10 +187,10 @@ def collect(
     """
     begin = time.monotonic()
     run = run.resolve()
-    with connected(address) as ray, runner.claimed(run, plan, resume) as log:
+    with connected(address) as ray, claimed(run, plan, resume) as folder:
         need = Need.of(plan, ray.nodes(), device_type=device_type, accelerator=accelerator, lanes=lanes)
         (run / "shards").mkdir(exist_ok=True)
-        driver = _Driver(ray, need, run, shared, log, on_event)
+        driver = _Driver(ray, need, folder, shared, on_event)
         driver.plan(plan)
         digest = hashlib.sha256((run / "plan.json").read_bytes()).hexdigest()
         try:
@@ -214,6 +215,7 @@ def collect(
                 driver.follow()
         finally:
             driver.cancel()
+        folder.remove_torn()  # nothing is at work any more
     driver.report.seconds = time.monotonic() - begin
     return driver.report
 
@@ -225,17 +227,15 @@ class _Driver:
         self,
         ray: Any,
         need: Need,
-        run: Path,
+        folder: RunFolder,
         shared: str | None,
-        log: IO[bytes],
         on_event: Callable[[JobEvent], None],
     ) -> None:
         self.ray = ray
         # Ray would end the process of a task with a GPU after each, and the lane with it.
         self.task = ray.remote(max_calls=0, max_retries=0)(work).options(**need.options)
-        self.run = run
+        self.folder = folder
         self.shared = shared
-        self.log = log
         self.on_event = on_event
         self.report = RunReport()
         self.waiting: deque[tuple[Job, int]] = deque()
@@ -244,14 +244,15 @@ class _Driver:
     @property
     def store(self) -> str:
         """Where tasks put shards."""
-        return self.shared or str(self.run / "shards")
+        return self.shared or str(self.folder.path / "shards")
 
     def plan(self, jobs: Sequence[Job]) -> None:
         """Let all jobs wait whose shard is not there. One that no driver has checked is checked now."""
-        checked = {name for name, end in runner.read_log(self.run).items() if end["event"] == "done"}
+        checked = {name for name, end in read_log(self.folder.path).items() if end.event == "done"}
         arrived = _names(self.shared) if self.shared else set()
         for job in jobs:
-            there = shard_path(self.run, job).exists() or shard_path(self.run, job).name in arrived
+            path = shard_path(self.folder.path, job)
+            there = path.exists() or path.name in arrived
             if there and (job.name in checked or self._check(job) is None):
                 self.report.skipped.append(job.name)
                 self.on_event(JobEvent("skipped", job))
@@ -296,13 +297,15 @@ class _Driver:
             self._lost(job, attempt, f"its shard from {outcome.node} {problem}")
             return
         for entry in entries:
-            self._write({**entry, "node": outcome.node})
+            self.folder.write({**entry, "node": outcome.node})
         self.report.done += report.done
         self.report.traces += report.traces
         self.report.failed |= report.failed
         self.report.again |= report.again
         self.report.smaller |= report.smaller
         self.report.lost |= {f"{outcome.node} {name}": why for name, why in report.lost.items()}
+        for stage, seconds in report.stages.items():
+            self.report.stages[stage] = self.report.stages.get(stage, 0.0) + seconds
         for name, why in report.failed.items():
             self.on_event(JobEvent("failed", job, text=f"{why} ({outcome.node})", seconds=report.seconds))
             assert name == job.name
@@ -313,19 +316,19 @@ class _Driver:
     def _lost(self, job: Job, attempt: int, why: str) -> None:
         """The workload did not end, or not well: send it again, a few times."""
         if attempt < ATTEMPTS:
-            self._write({"job": job.name, "event": "again", "error": why})
+            self.folder.write({"job": job.name, "event": "again", "error": why})
             self.report.again[job.name] = why
             self.on_event(JobEvent("again", job, text=why))
             self.waiting.appendleft((job, attempt + 1))
             return
         error = f"lost {ATTEMPTS} times, the last time: {why}"
-        self._write({"job": job.name, "event": "failed", "error": error})
+        self.folder.write({"job": job.name, "event": "failed", "error": error})
         self.report.failed[job.name] = error
         self.on_event(JobEvent("failed", job, text=error))
 
     def _check(self, job: Job) -> str | None:
         """Read all of a shard that should have arrived, and say what is wrong with it; it is gone then."""
-        path = shard_path(self.run, job)
+        path = shard_path(self.folder.path, job)
         try:
             if self.shared and not path.exists():
                 _fetch(self.shared, path)
@@ -337,9 +340,6 @@ class _Driver:
             path.unlink(missing_ok=True)
             return f"cannot be read: {error}"
         return None
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        self.log.write(msgspec.json.encode(entry) + b"\n")
 
 
 def _wait_for(path: Path) -> None:

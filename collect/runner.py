@@ -1,22 +1,13 @@
 """Many workloads, each in a process of its own: progress, time limits, resumption, and what failed why.
 
-A run is a folder:
-
-    plan.json              the jobs, written once
-    shards/<job>.parquet   the traces of a finished workload, renamed into place when whole; with parts beside
-                           it where that would be too large (dataset/shards.py)
-    log.jsonl              one line an end of a workload or a decision to run it again, appended; locked while
-                           the run goes on
-    stderr.log             what workloads printed, and why they failed
-    device-<n>.lock        held by the workload that has the n-th device to itself
-
-Several lanes run workloads side by side. Each has a fork server of its own (collect/lane.py) and a device. Of
-the lanes of a device one measures and profiles, while others build their models, label or write.
+A run is a folder (collect/run_folder.py). Several lanes run workloads side by side. Each has a fork server of
+its own (collect/lane.py) and a device. Of the lanes of a device one measures and profiles, while others build
+their models, label or write.
 
 What is done about failures:
 
     a signal killed it     it runs once more, as it may have been the system that ran out of memory
-    its batch is too large it runs once more, alone if it was not, else at half of its batch
+    its batch is too large it runs once more: alone on the device if it was not, else at half of its batch
     the device failed      the device is asked whether it works (collect/probe.py); if not, its lanes end
     the disk is full       the run ends
 
@@ -26,18 +17,16 @@ recorded, and tried again when the run is resumed.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import math
 import select
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -45,21 +34,13 @@ from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT, probe
 from torchtraceap.collect.lane import Lane
 from torchtraceap.collect.plan import Job, Order
 from torchtraceap.collect.processes import machine_memory
-from torchtraceap.errors import UserError
-from torchtraceap.files import replacing
+from torchtraceap.collect.run_folder import Named, RunFolder, claimed, log_lines, read_log, shard_path
 
 MEMORY_SHARE = 0.6
 """Of the machine's memory, what a workload may take, unless told otherwise."""
 
 LEAST_BATCH = {"train": 2, "infer": 1}
 """BatchNorm behind a global pooling cannot train on a single sample."""
-
-
-class Named(Protocol):
-    """A job as the runner sees it: a structure of msgspec with a name that no other of its plan has."""
-
-    @property
-    def name(self) -> str: ...
 
 
 AnyJob = TypeVar("AnyJob", bound=Named)
@@ -120,11 +101,6 @@ class RunReport(msgspec.Struct):
     stages: dict[str, float] = {}
     traces: int = 0
     seconds: float = 0.0
-
-
-def shard_path(run: Path, job: Job) -> Path:
-    """Where the traces of a job lie."""
-    return run / "shards" / f"{job.name}.parquet"
 
 
 def collect(
@@ -216,9 +192,9 @@ def run_jobs(
     """
     begin = time.monotonic()
     limits = _Limits(time_limit, memory_limit or int(MEMORY_SHARE * machine_memory()))
-    with claimed(run, jobs, resume) as log, ExitStack() as opened:
-        opened.callback(_remove_torn, run)  # when all lanes have ended
-        running = _Running(run, work, limits, log, on_event)
+    with claimed(run, jobs, resume) as folder, ExitStack() as opened:
+        opened.callback(folder.remove_torn)  # when all lanes have ended
+        running = _Running(folder, work, limits, on_event)
         running.plan(jobs)
         # One lane of each device before the second of any: few workloads then meet at no gate.
         places = [(device, n) for _ in range(lanes) for n, device in enumerate(devices)]
@@ -237,26 +213,6 @@ def run_jobs(
     return running.report
 
 
-def _remove_torn(run: Path) -> None:
-    """Remove what workloads that were killed while they wrote have left; no other may be at work."""
-    for torn in (*run.glob(".plan.json.*.tmp"), *(run / "shards").glob(".*.tmp")):
-        torn.unlink(missing_ok=True)
-
-
-def read_log(run: Path) -> dict[str, dict[str, Any]]:
-    """How each job ended last, by name: its line in ``log.jsonl``."""
-    return {entry["job"]: entry for entry in _log_entries(run) if entry["event"] in ("done", "failed")}
-
-
-def _log_entries(run: Path) -> Iterator[dict[str, Any]]:
-    """The lines of the log. One that is no whole one is passed over: the disk was full, say."""
-    for line in (run / "log.jsonl").read_bytes().splitlines():
-        with suppress(msgspec.DecodeError):
-            entry = msgspec.json.decode(line)
-            if isinstance(entry, dict) and {"job", "event"} <= entry.keys():
-                yield entry
-
-
 @dataclass(frozen=True)
 class _Limits:
     """Seconds and bytes that a workload may take."""
@@ -266,12 +222,14 @@ class _Limits:
 
 
 class _Attempt(Generic[AnyJob]):
-    """A job to run: at which batch size, if a signal has ended it before, and if it is to run alone.
+    """A job to run: at which batch size, if a signal has ended it before, and a device to have alone.
 
     ``had_company`` says whether others used its device meanwhile.
     """
 
-    def __init__(self, job: AnyJob, batch_size: int, *, killed: bool = False, alone: bool = False) -> None:
+    def __init__(
+        self, job: AnyJob, batch_size: int, *, killed: bool = False, alone: str | None = None
+    ) -> None:
         self.job = job
         self.batch_size = batch_size
         self.killed = killed
@@ -285,16 +243,14 @@ class _Running(Generic[AnyJob]):
 
     def __init__(
         self,
-        run: Path,
+        folder: RunFolder,
         work: Work[AnyJob],
         limits: _Limits,
-        log: IO[bytes],
         on_event: Callable[[JobEvent], None],
     ) -> None:
-        self.run = run
+        self.folder = folder
         self.work = work
         self.limits = limits
-        self.log = log
         self.on_event = on_event
         self.report = RunReport()
         self.waiting: deque[_Attempt[AnyJob]] = deque()
@@ -305,27 +261,30 @@ class _Running(Generic[AnyJob]):
     def plan(self, jobs: Sequence[AnyJob]) -> None:
         """Let all jobs wait that are not finished, with what was decided on them."""
         if self.work.shard is None:
-            finished = {name for name, end in read_log(self.run).items() if end["event"] == "done"}
+            finished = {name for name, end in read_log(self.folder.path).items() if end.event == "done"}
         else:
             finished = {job.name for job in jobs if self.work.shard(job).exists()}
-        sizes = {e["job"]: e["batch_size"][1] for e in _log_entries(self.run) if "batch_size" in e}
+        sizes = {line.job: line.batch_size[1] for line in log_lines(self.folder.path) if line.batch_size}
         for job in jobs:
             if job.name in finished:
                 self.report.skipped.append(job.name)
                 self.on_event(JobEvent("skipped", job))
             else:
-                self.waiting.append(_Attempt(job, sizes.get(job.name, self._planned(job))))
+                possible = self.work.batch_sizes(job)
+                decided = sizes.get(job.name, possible[0])
+                self.waiting.append(_Attempt(job, decided if decided in possible else possible[0]))
 
     def _planned(self, job: AnyJob) -> int:
         return self.work.batch_sizes(job)[0]
 
     def start(self) -> None:
-        """Give every idle lane something to do, unless a workload is or wants to be alone."""
-        while self.waiting and self.idle:
-            if self.busy and (self.waiting[0].alone or any(one and one.alone for one in self.busy.values())):
-                break
-            attempt, lane = self.waiting.popleft(), self.idle.popleft()
+        """Give every idle lane something to do, unless its device is or is to be somebody's alone."""
+        for lane in [*self.idle]:
             others = [one for other, one in self.busy.items() if one and other.device == lane.device]
+            if (attempt := self._next(lane.device, others)) is None:
+                continue
+            self.waiting.remove(attempt)
+            self.idle.remove(lane)
             for one in [*others, attempt] if others else []:
                 one.had_company = True
             self.busy[lane] = attempt
@@ -338,6 +297,15 @@ class _Running(Generic[AnyJob]):
                 memory_limit=self.limits.memory,
             ):
                 self._progress(attempt, "importing the model libraries")
+
+    def _next(self, device: str, others: Sequence[_Attempt[AnyJob]]) -> _Attempt[AnyJob] | None:
+        """What may run on a device beside ``others``; None if it has to wait for their end."""
+        for attempt in self.waiting:
+            if attempt.alone == device:
+                return None if others else attempt
+        if any(one.alone for one in others):
+            return None
+        return next((attempt for attempt in self.waiting if attempt.alone is None), None)
 
     def follow(self) -> None:
         """Wait until lanes have something to say, and act on it."""
@@ -366,6 +334,9 @@ class _Running(Generic[AnyJob]):
             self.idle.append(lane)
         else:
             self.report.lost.setdefault(lane.device, event["error"])
+            for waiting in self.waiting:
+                if waiting.alone == lane.device:
+                    waiting.alone = None
 
     def _done(self, attempt: _Attempt[AnyJob], event: dict[str, Any]) -> None:
         job, result = attempt.job, event["result"]
@@ -388,7 +359,7 @@ class _Running(Generic[AnyJob]):
             return
         smaller = [size for size in self.work.batch_sizes(attempt.job) if size < attempt.batch_size]
         if kind == "out_of_memory" and attempt.had_company:  # the others' models were on the device too
-            self._again(attempt, event, alone=True)
+            self._again(attempt, event, alone=lane.device)
             return
         if kind == "out_of_memory" and smaller:
             self._again(attempt, event, batch_size=smaller[0])
@@ -398,8 +369,8 @@ class _Running(Generic[AnyJob]):
         self._write(attempt, {**event, "error": error, "stage": attempt.stages.last})
         self.report.failed[attempt.job.name] = error
         self.on_event(JobEvent("failed", attempt.job, text=error, seconds=attempt.stages.total()))
-        if kind == "disk_full" and Path(event["path"]).is_relative_to(self.run):
-            raise UserError(_disk_full(self.run))
+        if kind == "disk_full" and Path(event["path"]).is_relative_to(self.folder.path):
+            raise self.folder.full()
 
     def _again(
         self,
@@ -408,14 +379,14 @@ class _Running(Generic[AnyJob]):
         *,
         batch_size: int | None = None,
         killed: bool = False,
-        alone: bool = False,
+        alone: str | None = None,
     ) -> None:
         """Run a job once more, before all others: what is decided on it is then told in one place."""
         text, entry = event["error"], {**event, "event": "again", "stage": old.stages.last}
         if batch_size is not None:
             entry["batch_size"] = [old.batch_size, batch_size]
             text += f"; now at batch {batch_size} instead of {old.batch_size}"
-        elif alone:
+        elif alone is not None:
             entry["alone"] = True
             text += "; now alone"
         self._write(old, entry)
@@ -430,58 +401,7 @@ class _Running(Generic[AnyJob]):
         for stage, seconds in spent.items():
             self.report.stages[stage] = self.report.stages.get(stage, 0.0) + seconds
         rounded = {stage: round(seconds, 2) for stage, seconds in spent.items()}
-        line = msgspec.json.encode({"job": attempt.job.name, "seconds": rounded, **entry}) + b"\n"
-        try:
-            self.log.write(line)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(_disk_full(self.run)) from error
-            raise UserError(f"{self.log.name} cannot be written: {error.strerror}") from error
-
-
-def _disk_full(run: Path) -> str:
-    return f"{run}: the disk is full; what is finished is kept: make room and go on with --resume"
-
-
-@contextmanager
-def claimed(run: Path, plan: Sequence[Named], resume: bool) -> Iterator[IO[bytes]]:
-    """Make ``run`` the folder of ``plan``, ours alone while the block runs, and yield its log."""
-    names = Counter(job.name for job in plan)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise UserError(f"two workloads of the plan would be written as {twice[0]}.parquet")
-    log_path = run / "log.jsonl"
-    # Before there is a plan there is a log, and what a runner that was killed has left of a plan.
-    ours = ("log.jsonl", ".plan.json.")
-    foreign = run.exists() and (
-        not run.is_dir() or any(not path.name.startswith(ours) for path in run.iterdir())
-    )
-    if foreign and not (run / "plan.json").exists():
-        raise UserError(f"{run} exists and is no run: choose another folder")
-    run.mkdir(parents=True, exist_ok=True)
-    with log_path.open("ab", buffering=0) as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes when this process does, however it ends
-        except BlockingIOError:
-            raise UserError(f"{run} is in use: another process works in it") from None
-        _write_or_match(run, plan, resume)
-        if log.tell() and not log_path.read_bytes().endswith(b"\n"):  # the disk was full
-            log.write(b"\n")
-        yield log
-
-
-def _write_or_match(run: Path, plan: Sequence[Named], resume: bool) -> None:
-    path = run / "plan.json"
-    encoded = msgspec.json.format(msgspec.json.encode(list(plan)))
-    if path.exists():
-        if not resume:
-            raise UserError(f"{run} holds a run already: add --resume to finish it, or choose another folder")
-        if path.read_bytes() != encoded:
-            raise UserError(
-                f"{run} holds a run of another plan: repeat its options, or choose another folder"
-            )
-    else:
-        with replacing(path) as temporary:
-            temporary.write_bytes(encoded)
+        self.folder.write({"job": attempt.job.name, "seconds": rounded, **entry})
 
 
 class _Stages:

@@ -62,10 +62,13 @@ def chatty(out: Path, progress: Progress) -> None:
 def meets(out: Path, progress: Progress) -> None:
     """Ends only while another such workload runs."""
     out.with_suffix(".here").touch()
-    end = time.monotonic() + SLOW
-    while len(list(out.parent.glob("*.here"))) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    _wait_for_two(out.parent, "*.here")
+    out.write_bytes(b"shard")
+
+
+def outlasts(out: Path, progress: Progress) -> None:
+    """Ends when two of ``fits_alone`` have."""
+    _wait_for_two(out.parent, "*fits_alone*.parquet")
     out.write_bytes(b"shard")
 
 
@@ -161,6 +164,13 @@ def full(out: Path, progress: Progress) -> None:
     os.write(2, b"x" * (2 << 20))  # as much as fits
     with replacing(out) as temporary:
         temporary.write_bytes(b"x" * (2 << 20))
+
+
+def _wait_for_two(folder: Path, pattern: str) -> None:
+    end = time.monotonic() + SLOW
+    while len(list(folder.glob(pattern))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def _with_worker(progress: Progress) -> None:

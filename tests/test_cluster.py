@@ -14,10 +14,11 @@ import fake_cluster
 import msgspec
 import pytest
 
-from torchtraceap.collect import cluster, runner
+from torchtraceap.collect import cluster
 from torchtraceap.collect.cluster import Need
 from torchtraceap.collect.plan import Job
-from torchtraceap.collect.runner import JobEvent, RunReport, shard_path
+from torchtraceap.collect.run_folder import read_log, shard_path
+from torchtraceap.collect.runner import JobEvent, RunReport
 from torchtraceap.dataset.shards import files_of, traces_of
 from torchtraceap.errors import UserError
 from torchtraceap.parallel import Where, map_on
@@ -254,4 +255,4 @@ def test_a_node_lost_in_the_middle(collect, nodes, tmp_path: Path) -> None:
     assert len(report.again) == 1
     assert len(set(ids(tmp_path / "run", "lingers.1 lingers.2 traced.3"))) == 6
     assert len(names(tmp_path / "run")) == 6
-    assert runner.read_log(tmp_path / "run").keys() == set(report.done)
+    assert read_log(tmp_path / "run").keys() == set(report.done)

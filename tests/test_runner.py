@@ -18,9 +18,10 @@ import msgspec
 import psutil
 import pytest
 
-from torchtraceap.collect import lane, runner, server
+from torchtraceap.collect import lane, run_folder, server
 from torchtraceap.collect.plan import Injection, Job
-from torchtraceap.collect.runner import JobEvent, collect, halved_batches, shard_path
+from torchtraceap.collect.run_folder import shard_path
+from torchtraceap.collect.runner import JobEvent, collect, halved_batches
 from torchtraceap.dataset.parquet import read_traces
 from torchtraceap.errors import UserError
 
@@ -233,6 +234,16 @@ def test_what_does_not_fit_beside_others_keeps_its_batch(tmp_path: Path) -> None
     assert not any("batch_size" in line for line in log(tmp_path))
 
 
+def test_what_has_a_device_alone_leaves_the_others_at_work(tmp_path: Path) -> None:
+    models = "fits_alone.1 outlasts.1 fits_alone.2 outlasts.2"
+    report = run(models, tmp_path, devices=["cuda:0", "cuda:1"], lanes=2, time_limit=SECONDS)
+    assert (len(report.done), report.failed) == (4, {})
+    assert {line["job"] for line in log(tmp_path) if line["event"] == "again"} <= {
+        "fake-fits_alone.1_train_b2",
+        "fake-fits_alone.2_train_b2",
+    }
+
+
 def test_a_memory_limit_ends_a_workload_and_its_workers(tmp_path: Path) -> None:
     recorder = Recorder()
     report = run("greedy ok", tmp_path, recorder, memory_limit=200 << 20)
@@ -384,7 +395,7 @@ def test_a_run_whose_plan_could_not_be_written_begins_anew(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "replacing", full)
+        patched.setattr(run_folder, "replacing", full)
         with pytest.raises(OSError, match=r"plan\.json"):
             run("ok", tmp_path)
     torn = tmp_path / ".plan.json.1-ab.tmp"  # of a runner that was killed there
