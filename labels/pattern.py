@@ -252,8 +252,8 @@ class Pattern:
         lookalikes: Harmless twins: benign by construction, whatever their events resemble.
         remedy: What to change, as code.
         references: Where the advice comes from.
-        alone: Clean traces run differently where it is placed, if as fast (a good form of what else is bad),
-            in stages that others replace; so a workload for it has no other.
+        alone: Placing it changes the clean loop too (to the good form of what it does badly), in stages that
+            other patterns replace, so that a workload with it has no other.
         native_risk: Whether a model may hold the pattern by itself; then only traces with evidence of the
             contrary are exhaustive for it.
     """

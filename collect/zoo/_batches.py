@@ -34,6 +34,18 @@ INFER_ONLY: BatchSizes = {
 }
 """Models whose library has no loss for them."""
 
+GPU_ONLY: BatchSizes = {
+    "gpu": {"train": (), "infer": (1, 4)},
+    "cpu": {"train": (), "infer": ()},
+}
+"""Billions of parameters, or minutes a step on a CPU."""
+
+LARGE: BatchSizes = {
+    "gpu": {"train": (2,), "infer": (1, 4)},
+    "cpu": {"train": (), "infer": ()},
+}
+"""One to three billion parameters: with gradients and optimizer states, 40 GB."""
+
 LARGEST = 256
 """Samples a batch at most: more of a small model's would be a test of the loader."""
 
@@ -69,16 +81,3 @@ def by_cost(activations_mb: float, cpu_gflop: float) -> BatchSizes:
         "gpu": {"train": (small, large), "infer": (1, large)},
         "cpu": {"train": train, "infer": infer},
     }
-
-
-GPU_ONLY: BatchSizes = {
-    "gpu": {"train": (), "infer": (1, 4)},
-    "cpu": {"train": (), "infer": ()},
-}
-"""Billions of parameters, or minutes a step on a CPU."""
-
-LARGE: BatchSizes = {
-    "gpu": {"train": (2,), "infer": (1, 4)},
-    "cpu": {"train": (), "infer": ()},
-}
-"""One to three billion parameters: with gradients and optimizer states, 40 GB."""
