@@ -5,6 +5,9 @@ sequence of names that the children of these have in common. So equal operators 
 stand: one that the clean step has elsewhere does not excuse another here. Where any of several could be the
 additional one, those with the twin's shapes are taken for the twin's.
 
+A node that only brings work of the clean step under another roof is looked through: so is a reentrant
+checkpoint's, in which a part of the backward pass runs, and what is known to be no counterpart of anything.
+
 What nothing encloses is aligned by step and thread. Threads are numbered by when each is first seen, for
 which they race, and so are known by what they run.
 """
@@ -20,6 +23,11 @@ from numpy.typing import NDArray
 from torchtraceap.dataset.trace import Op, Trace
 
 BoolArray = NDArray[np.bool_]
+ROOFS = frozenset(
+    {"CheckpointFunctionBackward", "autograd::engine::evaluate_function: CheckpointFunctionBackward"}
+)
+"""Names of nodes in which clean work runs that nothing encloses in the clean step."""
+
 Pair = tuple[int, int]
 Key = tuple[int, int]
 """Numbers of what two events share if they are alike in all, and of their name."""
@@ -63,18 +71,25 @@ def _keys(trace: Trace, numbers: dict[Hashable, int]) -> list[Key]:
 
 
 def _tree(trace: Trace, without: BoolArray) -> tuple[dict[tuple[int, int], list[int]], dict[int, list[int]]]:
-    """Events that nothing encloses, by lane and step, and those directly below or launched by each other."""
+    """Events that nothing encloses, by lane and step, and those directly below or launched by each other.
+
+    Events ``without`` are in neither, and like roofs nothing is below them.
+    """
     events = trace.events
     tops: dict[tuple[int, int], list[int]] = defaultdict(list)
     below: dict[int, list[int]] = defaultdict(list)
-    rows = np.flatnonzero(~without)
-    above = np.where(events.launch >= 0, events.launch, events.parent)[rows]
-    columns = (rows, above, events.lane[rows], trace.step[rows])
-    for row, parent, lane, step in zip(*(column.tolist() for column in columns), strict=True):
+    roofs = np.array([op.name in ROOFS for op in trace.ops], dtype=bool)
+    through = (without | roofs[events.op]).tolist()
+    above = np.where(events.launch >= 0, events.launch, events.parent).tolist()
+    lanes, steps = events.lane.tolist(), trace.step.tolist()
+    for row in np.flatnonzero(~without).tolist():
+        parent = above[row]
+        while parent >= 0 and through[parent]:
+            parent = above[parent]
         if parent >= 0:
             below[parent].append(row)
         else:
-            tops[lane, step].append(row)
+            tops[lanes[row], steps[row]].append(row)
     return dict(tops), dict(below)
 
 

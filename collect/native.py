@@ -74,8 +74,16 @@ def waits(trace: Trace) -> NDArray[np.bool_]:
     return blocking & (trace.step >= 0) & np.isin(events.lane, lanes)
 
 
-def natives(surveyed: Sequence[Sequence[Wait]], trace: Trace, segments: Sequence[Segment]) -> Natives:
+def natives(
+    surveyed: Sequence[Sequence[Wait]],
+    trace: Trace,
+    segments: Sequence[Segment],
+    waiting: Sequence[Segment] | None = None,
+) -> Natives:
     """Label every wait of a trace that lies in none of its segments.
+
+    One that lies in a segment of a pattern that does not wait, as in a step without tensor cores, is labelled
+    too if the survey needs it: it is the model's own.
 
     A native segment is the outermost operator that holds the waiting call, with all below it and all that it
     launched on the GPU; a call outside of any operator is one by itself.
@@ -84,15 +92,17 @@ def natives(surveyed: Sequence[Sequence[Wait]], trace: Trace, segments: Sequence
         surveyed: Waits of clean steps, each in order (``Survey.waits``). Empty if nothing was surveyed.
         trace: Labelled and without markers.
         segments: Of what was injected.
+        waiting: Those of ``segments`` whose pattern is one of ``WAITING``; all if None.
     """
-    return _Matching(surveyed, trace, segments).result()
+    return _Matching(surveyed, trace, segments, segments if waiting is None else waiting).result()
 
 
 @dataclass(frozen=True)
 class _Operator:
     """An operator of the trace that waits: ``key`` as in :class:`Wait`, and the events that stand for it.
 
-    ``event`` is the operator that was dispatched, ``outermost`` what the program called.
+    ``event`` is the operator that was dispatched, ``outermost`` what the program called. ``labelled`` is one
+    in a given segment, ``explained`` one in that of a pattern that waits.
     """
 
     key: str
@@ -100,14 +110,22 @@ class _Operator:
     outermost: int
     step: int
     labelled: bool
+    explained: bool
 
 
 class _Matching:
-    def __init__(self, surveyed: Sequence[Sequence[Wait]], trace: Trace, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self,
+        surveyed: Sequence[Sequence[Wait]],
+        trace: Trace,
+        segments: Sequence[Segment],
+        waiting: Sequence[Segment],
+    ) -> None:
         self.surveyed = surveyed
         self.trace = trace
         self.known = {wait.operator for step in surveyed for wait in step}
         self.labelled = runs_of.covered(segments, len(trace))
+        self.explained = runs_of.covered(waiting, len(trace))
         self.unknown: set[str] = set()
         self.disagreements: Counter[str] = Counter()
 
@@ -172,6 +190,7 @@ class _Matching:
                 outermost=outermost,
                 step=int(self.trace.step[row]),
                 labelled=bool(self.labelled[row]),
+                explained=bool(self.explained[row]),
             )
         return sorted(found.values(), key=lambda operator: int(events.start_ns[operator.event]))
 
@@ -187,7 +206,7 @@ class _Matching:
             for patterns in steps:
                 if len(patterns) == len(counted):
                     pairs = zip(counted, patterns, strict=True)
-                    return [(operator, pattern) for operator, pattern in pairs if not operator.labelled]
+                    return [(operator, pattern) for operator, pattern in pairs if not operator.explained]
         common = Counter(pattern for step in steps for pattern in step)
         fits_in_part = any(len(bare) <= len(patterns) <= len(group) for patterns in steps)
         if (bare or common) and not fits_in_part:

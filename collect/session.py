@@ -18,6 +18,7 @@ import torch
 from torchtraceap.collect import SHARD_MB, devices, profiling
 from torchtraceap.collect.compiled import absent_when_compiled, compile_network
 from torchtraceap.collect.cutting import keep_steps, steps_below
+from torchtraceap.collect.dispatch import WAITING as WAITING_PATTERNS
 from torchtraceap.collect.distributed import World, distribute, join, leave, run_ranks, share_cpu
 from torchtraceap.collect.evidence import exhaustive, survey
 from torchtraceap.collect.labelling import Armed, label, number_steps, strip
@@ -545,7 +546,8 @@ class Session:
     def _record(
         self, arm: list[Injected], whole: Trace, segments: list[Segment], clean: Trace
     ) -> TraceRecord:
-        found = natives(self.seen.waits, whole, segments)
+        waiting = [one for one in segments if arm[one.instance].pattern.id in WAITING_PATTERNS]
+        found = natives(self.seen.waits, whole, segments, waiting)
         self.disagreements.update(found.disagreements)
         instances = [*(one.instance() for one in arm), *found.instances]
         segments = segments + [

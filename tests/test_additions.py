@@ -163,6 +163,20 @@ def test_what_belongs_to_others_takes_no_counterpart_from_the_rest(other: int) -
     assert new(make([step("conv", "cast", "cast", "relu")]), clean, without=[other]) == [other]
 
 
+def test_work_of_the_clean_step_may_run_under_another_roof() -> None:
+    clean = make([step("conv", "add", "relu")])
+    roof: Node = ("CheckpointFunctionBackward", leaves("conv", "fill", "add"))
+    trace = make([step(roof, "relu")])
+    assert [str(trace.names[row]) for row in new(trace, clean)] == ["CheckpointFunctionBackward", "fill"]
+
+
+def test_what_lies_below_something_taken_is_aligned_above_it() -> None:
+    clean = make([step("conv", "add")])
+    trace = make([step(("taken", leaves("conv", "fill")), "add")])
+    (taken,) = (row for row, name in enumerate(trace.names.tolist()) if name == "taken")
+    assert [str(trace.names[row]) for row in new(trace, clean, without=[taken])] == ["taken", "fill"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_common_subsequence_is_a_longest_one(seed: int) -> None:
     rng = random.Random(seed)

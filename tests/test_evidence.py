@@ -622,6 +622,15 @@ def test_waits_beside_an_injection_are_native() -> None:
     assert one_less.unknown == {"host_sync"}
 
 
+def test_a_model_waits_inside_of_what_does_not_wait_by_itself() -> None:
+    trace, segments = injected("host_sync_infer", 1)
+    reads = [int(((trace.names == "aten::item") & (trace.step == step)).sum()) for step in range(3)]
+    surveyed = [[ITEM] * count for count in reads if count]
+    found = natives(surveyed, trace, segments, waiting=[])  # as if a whole step were in another precision
+    assert {s.step for s in found.segments} == {step for step, count in enumerate(reads) if count}
+    assert natives(surveyed, trace, segments).segments == []
+
+
 def test_an_injection_may_stand_for_work_that_waits_by_itself() -> None:
     trace, segments = injected("pageable_h2d_infer", 0)
     assert natives([[COPY, COPY]], trace, segments).unknown == frozenset()

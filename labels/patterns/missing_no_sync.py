@@ -108,6 +108,7 @@ register(
                 "averaged_loss",
                 "The loss is averaged over the ranks and stays on the device.",
                 _averaged_loss,
+                mechanism="marker",
             ),
         ),
         remedy="""\

@@ -120,7 +120,7 @@ register(
         lookalikes=(
             Variant(
                 "cheap_activation",
-                "A checkpoint around one elementwise module: much memory for little time.",
+                "A checkpoint around one elementwise module, of which the backward pass repeats nothing.",
                 _cheap_activation,
                 max_sites=2,
             ),

@@ -16,9 +16,19 @@ MAX_LEAVES = 8
 MAX_BATCH = 64
 
 
+def _computes(call: ModuleCall) -> bool:
+    """Whether the module does more than return its input, as dropout does in inference."""
+    from torch import nn
+
+    idle = (nn.Identity, nn.modules.dropout._DropoutNd)
+    leaves = [module for module in call.module.modules() if next(module.children(), None) is None]
+    return not all(isinstance(leaf, idle) for leaf in leaves)  # a dropout that acts is stateful
+
+
 def _can_loop(call: ModuleCall, batch_size: int) -> bool:
     return (
         not call.stateful
+        and _computes(call)
         and call.leaves <= MAX_LEAVES
         and call.in_shape[0] == call.out_shape[0] == batch_size
         and not writes_to_input(call)

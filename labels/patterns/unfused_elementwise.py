@@ -100,7 +100,11 @@ def _norms(moments: Moments, standardize: Standardize) -> dict[str, Body]:
     ) -> Tensor:
         # The kernel's result is contiguous, whatever its input is.
         y = normalize(input.contiguous().float(), range(-len(normalized_shape), 0), eps)
-        return _affine(y, weight, bias).to(_result_type(input))
+        y = _affine(y, weight, bias).to(_result_type(input))
+        if y.requires_grad:
+            # So is its gradient; a strided one, passed on, would make the layers before this one copy theirs.
+            y.register_hook(lambda gradient: gradient.contiguous())
+        return y
 
     def group_norm(
         input: Tensor,
