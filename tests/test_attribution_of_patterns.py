@@ -22,7 +22,7 @@ EAGER = [pattern for pattern in PATTERNS if pattern.runtime == "eager"]
 LEFT_OVER = {
     # By its definition: only the repeated forward pass belongs to it, not the calls around it. Not every
     # version of PyTorch has some around each kind of checkpoint.
-    "over_checkpointing": {"blocks", "reentrant", "cheap_activation"},
+    "over_checkpointing": {"blocks", "reentrant"},
 }
 """By pattern, the variants that may make code outside of all labels do something else."""
 NOTHING_ON_CPU = ("cache_flush", "explicit_synchronize")

@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchtraceap.labels.pattern import Body, Loop, ModuleCall, ModuleSite, Pattern, Site, Variant, register
-from torchtraceap.labels.patterns._common import spread, writes_to_input
+from torchtraceap.labels.patterns._common import output_of, spread, watching_sites, writes_to_input
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_LEAVES, MAX_LEAVES = 2, 32
 """A block or a part of one, as checkpoints are set: not a single layer, not the whole network."""
-
-CHEAP = frozenset({"GELU", "GELUActivation", "Hardswish", "Mish", "QuickGELU", "SiLU", "SiLUActivation"})
-"""Elementwise modules that keep their input for the backward pass, so that a checkpoint saves memory."""
 
 Checkpoint = Callable[[Callable[["Tensor"], "Tensor"], "Tensor"], "Tensor"]
 
@@ -30,11 +27,7 @@ def _is_block(call: ModuleCall) -> bool:
     return _is_repeatable(call) and learns and MIN_LEAVES <= call.leaves <= MAX_LEAVES
 
 
-def _is_cheap(call: ModuleCall) -> bool:
-    return _is_repeatable(call) and type(call.module).__name__ in CHEAP
-
-
-def _sites(loop: Loop, checkpoint: Checkpoint, suits: Callable[[ModuleCall], bool] = _is_block) -> list[Site]:
+def _sites(loop: Loop, checkpoint: Checkpoint) -> list[Site]:
     def body(original: Body, x: Tensor, mark: Body) -> Tensor:
         calls = 0
 
@@ -50,7 +43,7 @@ def _sites(loop: Loop, checkpoint: Checkpoint, suits: Callable[[ModuleCall], boo
 
     return [
         ModuleSite(call, body, where="inside")
-        for call in spread([call for call in loop.module_calls() if suits(call)])
+        for call in spread([call for call in loop.module_calls() if _is_block(call)])
     ]
 
 
@@ -82,8 +75,16 @@ def _reentrant(loop: Loop) -> list[Site]:
     return _sites(loop, _reentrant_checkpoint)
 
 
-def _cheap_activation(loop: Loop) -> list[Site]:
-    return _sites(loop, _checkpoint, suits=_is_cheap)
+def _metric(loop: Loop) -> list[Site]:
+    from torch.nn import functional
+
+    def look(output: Tensor) -> None:
+        output = output.detach()
+        functional.gelu((output[:1] if output.ndim else output).float())
+
+    return watching_sites(
+        loop, look, stages=("backward", "optimizer"), read=output_of, suits=lambda call: False
+    )
 
 
 register(
@@ -119,9 +120,9 @@ register(
         ),
         lookalikes=(
             Variant(
-                "cheap_activation",
-                "A checkpoint around one elementwise module, of which the backward pass repeats nothing.",
-                _cheap_activation,
+                "metric",
+                "An activation of one sample's output behind the backward pass, as for a metric.",
+                _metric,
                 max_sites=2,
             ),
         ),
