@@ -17,10 +17,13 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+import zlib
 from importlib import metadata
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+DAMAGE = (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, RuntimeError)
+"""What reading a file raises that has lost something on the way."""
 LAUNCHER = """\
 #!/bin/sh
 PYTHONPATH={site}${{PYTHONPATH:+:$PYTHONPATH}} exec {python} -P -c \\
@@ -33,7 +36,7 @@ class RefusedError(Exception):
 
 
 def main(words: list) -> int:
-    """Exit code 0, or 2 and a line on standard error."""
+    """Exit code 0, or 2 and a line on standard error; 130 if interrupted."""
     try:
         if len(words) != 1 or words[0].startswith("-"):
             raise RefusedError(
@@ -43,16 +46,21 @@ def main(words: list) -> int:
     except (RefusedError, OSError) as error:
         print(f"bundle: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("bundle: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
 def unpack(archive: Path, folder: Path) -> None:
     """Set up ``archive`` in ``folder``, as a whole or not at all."""
-    with zipfile.ZipFile(archive) as bundle:
-        manifest = json.loads(bundle.read(MANIFEST).decode())
+    with opened(archive) as bundle:
+        manifest = manifest_of(bundle)
         require_machine(manifest)
         if folder.exists():
             raise RefusedError(f"{folder} exists: name another folder, or remove it")
+        if ":" in str(folder):
+            raise RefusedError(f"{folder}: PYTHONPATH cannot hold a colon, so name another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".bundle-", dir=folder.parent))
         try:
@@ -70,11 +78,27 @@ def unpack(archive: Path, folder: Path) -> None:
     print(f"{shlex.quote(str(folder / 'traceap'))} collect -o runs/mine --tier all")
 
 
+def opened(archive: Path) -> zipfile.ZipFile:
+    """The bundle, open."""
+    try:
+        return zipfile.ZipFile(archive)
+    except DAMAGE as error:
+        raise RefusedError(f"{archive} is damaged ({error}): copy the bundle again") from None
+
+
+def manifest_of(bundle: zipfile.ZipFile) -> dict:
+    """What the bundle says of itself."""
+    try:
+        return json.loads(bundle.read(MANIFEST).decode())
+    except DAMAGE as error:
+        raise RefusedError(f"{MANIFEST} in this file is damaged ({error}): copy the bundle again") from None
+
+
 def checked(bundle: zipfile.ZipFile, name: str, digest: str) -> bytes:
     """A member of the bundle, if it is what was put in."""
     try:
         content = bundle.read(name)
-    except (zipfile.BadZipFile, KeyError):
+    except DAMAGE:
         content = b""
     if hashlib.sha256(content).hexdigest() != digest:
         raise RefusedError(f"{name} in this file is damaged: copy the bundle again")

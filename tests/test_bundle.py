@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from torchtraceap.collect import bundle
+from torchtraceap.collect import _unpack, bundle
 from torchtraceap.collect.bundle import Target, parse_freeze, wanted
 
 HERE = "{}.{}".format(*sys.version_info)
@@ -133,6 +133,24 @@ def test_a_machine_that_is_not_fit_is_told_why(made: Path, tmp_path: Path, chang
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "new" / "folder").exists()
     assert not any(tmp_path.glob("new/.*"))
+
+
+@pytest.mark.parametrize("place", ["manifest.json", '"sha256"', "PK\x01\x02"])
+def test_a_damaged_file_is_told(made: Path, tmp_path: Path, place: str) -> None:
+    content = bytearray(made.read_bytes())
+    content[content.rindex(place.encode()) + 1] ^= 0xFF
+    damaged = tmp_path / "damaged.pyz"
+    damaged.write_bytes(content)
+    with pytest.raises(_unpack.RefusedError, match=r"is damaged \(.+\): copy the bundle again"):
+        _unpack.unpack(damaged, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_folder_that_python_could_not_find_is_refused(made: Path, tmp_path: Path) -> None:
+    done = run(sys.executable, changed(made), tmp_path / "a:b")
+    assert done.returncode == 2
+    assert "a colon" in done.stderr
+    assert not (tmp_path / "a:b").exists()
 
 
 def test_another_version_than_was_counted_on_is_noted(made: Path, tmp_path: Path) -> None:
