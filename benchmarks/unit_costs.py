@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtraceap.dataset import splits
-from torchtraceap.dataset.build import check, segment_table
+from torchtraceap.dataset.build import check
 from torchtraceap.dataset.parquet import read_traces, split_files, write_traces
+from torchtraceap.dataset.rows import segment_table
 from torchtraceap.dataset.schema import ALL_SPLITS
 from torchtraceap.dataset.windows import window_table
 from torchtraceap.eval.detector import DETECTORS, run

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +23,10 @@ from torchtraceap.files import replacing
 
 Paths = str | Path | Iterable[str | Path]
 
+TRACES_PER_GROUP = 8
+"""Rows of a row group of ``traces``: a reader holds one group, some 15 MB of events."""
+
 _PREFIX = "torchtraceap."
-_TRACES_PER_GROUP = 8  # a reader holds one group: some 15 MB of events
 _ROWS_PER_GROUP = 1 << 16
 
 # Chosen by measurement (benchmarks/storage.py). Numbers that grow along a lane, or rarely change, pack well
@@ -51,9 +54,9 @@ def write_traces(
         ValueError: A record lacks a column.
     """
     rows = (row_from_record(record) for record in records)
-    groups = iter(lambda: list(itertools.islice(rows, _TRACES_PER_GROUP)), [])
+    groups = iter(lambda: list(itertools.islice(rows, TRACES_PER_GROUP)), [])
     batches = (pa.RecordBatch.from_pylist(group, schema=tables.TRACES) for group in groups)
-    return write_table(path, batches, tables.TRACES, extra, rows_per_group=_TRACES_PER_GROUP)
+    return write_table(path, batches, tables.TRACES, extra, rows_per_group=TRACES_PER_GROUP)
 
 
 def write_table(
@@ -143,10 +146,29 @@ def read_group(path: Path, group: int) -> Iterator[TraceRecord]:
         yield from _records(path, file, group)
 
 
-def _records(path: Path, file: pq.ParquetFile, group: int) -> Iterator[TraceRecord]:
-    table = file.read_row_group(group)
+def group_rows(path: Path, group: int, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a row group of a file, pyarrow scalars by column.
+
+    Args:
+        path: A file of traces.
+        group: Number of the row group.
+        columns: Those to read, ``events.op`` for one inside of another; all by default.
+
+    Raises:
+        UserError: As for :func:`read_traces`.
+    """
+    with _opened(path, tables.TRACES) as file:
+        yield from _rows(file, group, columns)
+
+
+def _rows(file: pq.ParquetFile, group: int, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    table = file.read_row_group(group, columns)
     for index in range(table.num_rows):
-        row = {name: table.column(name)[index] for name in table.column_names}
+        yield {name: table.column(name)[index] for name in table.column_names}
+
+
+def _records(path: Path, file: pq.ParquetFile, group: int) -> Iterator[TraceRecord]:
+    for row in _rows(file, group):
         try:
             yield record_from_row(row)
         except UserError as error:
@@ -261,7 +283,7 @@ def _opened(path: Path, schema: pa.Schema | None) -> Iterator[pq.ParquetFile]:
 def _metadata(file: pq.ParquetFile) -> dict[str, str]:
     pairs = (file.metadata.metadata or {}).items()
     return {
-        key.decode().removeprefix(_PREFIX): value.decode(errors="replace")
+        key.decode(errors="replace").removeprefix(_PREFIX): value.decode(errors="replace")
         for key, value in pairs
         if key.startswith(_PREFIX.encode())
     }

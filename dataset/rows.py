@@ -1,4 +1,4 @@
-"""A record in memory as a row of the table ``traces``, and back."""
+"""A record in memory as a row of the table ``traces``, and back; and as rows of the table ``segments``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def record_from_row(row: Mapping[str, Any]) -> TraceRecord:
     missing = [name for name in schema.TRACES.names if name not in row]
     if missing:
         raise UserError(f"A row of traces lacks the columns {', '.join(missing)}")
-    meta: dict[str, object] = {name: _plain(row[name]) for name in schema.TRACE_META.names}
+    meta: dict[str, object] = {name: plain(row[name]) for name in schema.TRACE_META.names}
     where = f"trace {meta['trace_id']}"
     if unknown := [name for name, value in meta.items() if value is None]:
         raise UserError(f"{where} has no value for {', '.join(unknown)}")
@@ -76,19 +76,32 @@ def record_from_row(row: Mapping[str, Any]) -> TraceRecord:
                 events[name] = _integers(row["events"][name], np.dtype(kind))
         record = TraceRecord(
             trace=Trace(
-                lanes=_structs(row["lanes"], schema.LANES, Lane),
-                ops=_structs(row["ops"], schema.OPS, Op),
+                lanes=structs(row["lanes"], schema.LANES, Lane),
+                ops=structs(row["ops"], schema.OPS, Op),
                 events=Events(**events),
             ),
             meta=meta,
-            instances=_structs(row["instances"], schema.INSTANCES, Instance),
-            segments=_structs(row["segments"], schema.SEGMENTS_OF_TRACE, Segment),
-            exhaustive=msgspec.convert(_plain(row["exhaustive"]), list[str]),
+            instances=structs(row["instances"], schema.INSTANCES, Instance),
+            segments=structs(row["segments"], schema.SEGMENTS_OF_TRACE, Segment),
+            exhaustive=msgspec.convert(plain(row["exhaustive"]), list[str]),
         )
     except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowInvalid) as error:
         raise UserError(f"{where} does not follow the schema: {error}") from error
     _check(record)
     return record
+
+
+def segment_table(record: TraceRecord) -> pa.Table:
+    """Rows of the table ``segments`` of one trace; its events are not needed."""
+    rows: list[dict[str, Any]] = []
+    of_trace = {name: record.meta[name] for name in ("trace_id", "task", "hardware_id", "split_unit")}
+    for segment in record.segments:
+        instance = record.instances[segment.instance]
+        # The fields that the table shares with instances and segments; `lane` becomes readable.
+        fields = {**of_trace, **msgspec.structs.asdict(instance), **msgspec.structs.asdict(segment)}
+        fields["lane"] = record.trace.lanes[segment.lane].name
+        rows.append({name: fields[name] for name in schema.SEGMENTS.names})
+    return pa.Table.from_pylist(rows, schema=schema.SEGMENTS)
 
 
 def _check(record: TraceRecord) -> None:
@@ -119,9 +132,14 @@ def _columns(structs: Sequence[msgspec.Struct], kind: pa.StructType) -> dict[str
     return {field.name: [getattr(struct, field.name) for struct in structs] for field in kind}
 
 
-def _structs(columns: Any, kind: pa.StructType, type_: type[T]) -> list[T]:
+def structs(columns: Any, kind: pa.StructType, type_: type[T]) -> list[T]:
+    """The structs in a struct of parallel lists.
+
+    Raises:
+        ValueError: Lists of several lengths, or a value that ``type_`` does not take.
+    """
     names = [field.name for field in kind]
-    values = zip(*(_plain(columns[name]) for name in names), strict=True)
+    values = zip(*(plain(columns[name]) for name in names), strict=True)
     return [msgspec.convert(dict(zip(names, row, strict=True)), type_) for row in values]
 
 
@@ -143,7 +161,7 @@ def _integers(value: Any, kind: np.dtype[Any]) -> IntArray:
     return narrow
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A Python scalar or list out of one of pyarrow or numpy."""
     if isinstance(value, pa.Scalar):
         return value.as_py()

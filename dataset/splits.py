@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtraceap.dataset.trace import Trace, TraceRecord
+from torchtraceap.dataset.trace import IntArray, Op, Trace, TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS
 
@@ -86,9 +86,14 @@ def has_heldout_variant(record: TraceRecord) -> bool:
 
 def signature(trace: Trace) -> Signature:
     """Counts of the trace's ops by name and shapes, of those with a dimension in any input."""
-    counts = np.bincount(trace.events.op, minlength=len(trace.ops))
+    return signature_of(trace.ops, trace.events.op)
+
+
+def signature_of(ops: Sequence[Op], op_of_event: IntArray) -> Signature:
+    """:func:`signature`, of the operators of a trace and the index of each event's."""
+    counts = np.bincount(op_of_event, minlength=len(ops))
     result: Counter[tuple[str, str]] = Counter()
-    for op, count in zip(trace.ops, counts.tolist(), strict=True):
+    for op, count in zip(ops, counts.tolist(), strict=True):
         if count and op.category == "cpu_op" and any(character.isdigit() for character in op.shapes):
             result[op.name, op.shapes] += count
     return result
