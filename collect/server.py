@@ -191,22 +191,23 @@ def _child(request: Request, write: int, server: int, printed: int) -> None:
         os.dup2(printed, fd)
     os.environ["TMPDIR"] = tempfile.tempdir = request.scratch
 
-    def say(message: dict[str, Any]) -> None:
-        os.write(write, msgspec.json.encode(message) + b"\n")
+    def progress(text: str) -> None:
+        os.write(write, msgspec.json.encode({"event": "progress", "text": text}) + b"\n")
 
     try:
-        run = importlib.import_module(WORK[request.work]).run_request
-        result = run(request, lambda text: say({"event": "progress", "text": text}))
-        say({"event": "done", "result": result})
-    except BaseException as error:
-        if not isinstance(error, UserError | Failed):
-            with contextlib.suppress(OSError):  # the disk may be full
-                traceback.print_exc()  # to the log; the event is one line
-        say({"event": "failed", **msgspec.to_builtins(describe(error))})
-    finally:
+        try:
+            run = importlib.import_module(WORK[request.work]).run_request
+            last = msgspec.json.encode({"event": "done", "result": run(request, progress)})
+        except BaseException as error:
+            if not isinstance(error, UserError | Failed):
+                with contextlib.suppress(OSError):  # the disk may be full
+                    traceback.print_exc()  # to the log; the event is one line
+            last = msgspec.json.encode({"event": "failed", **msgspec.to_builtins(describe(error))})
         with contextlib.suppress(OSError, ValueError):  # ValueError: the model closed them
             sys.stdout.flush()
             sys.stderr.flush()
+        os.write(write, last + b"\n")  # upon which the server kills us
+    finally:
         os._exit(0)
 
 

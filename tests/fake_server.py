@@ -59,6 +59,11 @@ def chatty(out: Path, progress: Progress) -> None:
     out.write_bytes(b"shard")
 
 
+def speaks(out: Path, progress: Progress) -> None:
+    print(f"last words of {out.stem}")
+    out.write_bytes(b"shard")
+
+
 def meets(out: Path, progress: Progress) -> None:
     """Ends only while another such workload runs."""
     out.with_suffix(".here").touch()

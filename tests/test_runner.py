@@ -169,6 +169,11 @@ def test_the_log_keeps_the_beginning_and_the_end_of_what_a_model_prints(tmp_path
     assert text.endswith("second line\n")  # the traceback of the next
 
 
+def test_the_last_words_of_a_model_are_kept(tmp_path: Path) -> None:
+    done = run(" ".join(f"speaks.{n}" for n in range(20)), tmp_path).done
+    assert (tmp_path / "stderr.log").read_text().splitlines() == [f"last words of {name}" for name in done]
+
+
 def test_time_limit_ends_a_workload_and_its_workers(tmp_path: Path) -> None:
     recorder = Recorder()
     report = run("sleep ok", tmp_path, recorder, time_limit=1.0)
