@@ -64,6 +64,11 @@ def speaks(out: Path, progress: Progress) -> None:
     out.write_bytes(b"shard")
 
 
+def introduces(out: Path, progress: Progress) -> None:
+    progress(f"pids {os.getppid()} {os.getpid()}")
+    out.write_bytes(b"shard")
+
+
 def meets(out: Path, progress: Progress) -> None:
     """Ends only while another such workload runs."""
     out.with_suffix(".here").touch()

@@ -290,6 +290,23 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Path) -> No
     assert not any(path.parent.exists() for path in folders)
 
 
+@pytest.mark.slow
+def test_runner_and_server_do_not_grow(tmp_path: Path) -> None:
+    sizes: list[list[int]] = []
+    server = 0
+
+    def look(event: JobEvent) -> None:
+        nonlocal server
+        if event.text.startswith("pids "):
+            server, _ = pids(event.text)
+        elif event.kind == "done":
+            sizes.append([psutil.Process(pid).memory_info().rss for pid in (os.getpid(), server)])
+
+    assert len(run(" ".join(f"introduces.{n}" for n in range(500)), tmp_path, look).done) == 500
+    growth = [after - before for before, after in zip(sizes[50], sizes[-1], strict=True)]
+    assert max(growth) < 1 << 20, f"runner and server grew by {growth} bytes"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_a_killed_server_takes_its_workload_along_and_is_started_anew(tmp_path: Path) -> None:
     recorder = Recorder()
