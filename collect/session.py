@@ -7,7 +7,7 @@ import random
 import secrets
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ def _run(
     with closing(Turn(gate, progress)) as turn:
 
         def take_device() -> None:
-            turn.take("placing")
+            turn.take("placing", shared=True)
             if store is not None:  # no rank uses its device before rank 0 may
                 nonlocal world
                 world = join(rank, job.world_size, store, where)
@@ -196,7 +196,10 @@ def _run(
 
 
 class Turn:
-    """A workload's turn on a device that others want too; its own all the time where there is no gate."""
+    """A workload's turn on a device that others want too; its own all the time where there is no gate.
+
+    What is not timed may share the device with what others do not time: placing, surveying and warming up.
+    """
 
     def __init__(self, gate: Path | None, progress: Progress) -> None:
         self._gate = gate
@@ -204,11 +207,11 @@ class Turn:
         self._held = ExitStack()
         self._mine = gate is None
 
-    def take(self, then: str) -> None:
+    def take(self, then: str, *, shared: bool = False) -> None:
         """Wait for it, unless it is ours, and tell what comes ``then``."""
         if self._gate is not None and not self._mine:
             self._progress(WAITING)
-            self._held.enter_context(locked(self._gate))
+            self._held.enter_context(locked(self._gate, shared=shared))
             self._mine = True
         self._progress(then)
 
@@ -281,8 +284,10 @@ class Session:
             self.seen = survey(self.loop)
         self.progress("warming up")
         self._warm_up()
-        steps = block_steps(self.loop)
-        self._measure(steps)
+        self.turn.close()
+        with self._alone("measuring"):
+            steps = block_steps(self.loop)
+            self._measure(steps)
         records = self._profile_arms()
 
         hardware = devices.hardware(self.loop.device, world.size)
@@ -426,6 +431,14 @@ class Session:
                     self.loop.step()
         devices.synchronize(self.loop.device)
 
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        """Have the device alone while the block runs."""
+        self.turn.take(doing)
+        self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
+        with closing(self.turn):
+            yield
+
     def _measure(self, steps: int) -> None:
         """The cost of each pattern beside the others of its arm, and that of each look-alike alone."""
         costs = []
@@ -490,12 +503,8 @@ class Session:
     def _recording(self, arm: list[Injected], *, marking: bool) -> profiling.Recording:
         what = " and ".join(one.name for one in arm if not one.is_lookalike) or "clean"
 
-        @contextmanager
-        def on_device() -> Iterator[None]:
-            self.turn.take(f"profiling {what}{' with markers' if marking else ''}")
-            self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
-            with closing(self.turn):
-                yield
+        def on_device() -> AbstractContextManager[None]:
+            return self._alone(f"profiling {what}{' with markers' if marking else ''}")
 
         with _armed(arm):
             settle = max((one.variant.settle_steps for one in arm), default=0)

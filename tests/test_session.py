@@ -221,7 +221,7 @@ def test_costs_are_measured_before_the_first_profile(tmp_path: Path) -> None:
     run(job(COPY, OPTIMIZER, lookalikes=[SCALAR_CAST]), tmp_path)
     kinds = [text.split()[0] for text in told]
     profiles = ["profiling"] * (3 + 3)  # without markers and with them
-    before = ["building", "placing", "surveying", "warming"] + ["measuring"] * 3
+    before = ["building", "placing", "surveying", "warming"] + ["measuring"] * (1 + 3)
     assert kinds == before + profiles + ["reading", "labelling"]
 
 
