@@ -34,7 +34,7 @@ from torchtraceap.collect.runner import JobEvent, RunReport, Work, run_jobs
 from torchtraceap.dataset.schema import MODES
 from torchtraceap.errors import UserError
 from torchtraceap.files import write_text
-from torchtraceap.labels.pattern import Mode
+from torchtraceap.labels.pattern import Mode, State
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,18 @@ class CheckReport(msgspec.Struct):
     lanes: int
     time_limit: float
     models: list[Checked]
+
+    @property
+    def machine(self) -> str:
+        """What the models ran on, in words."""
+        name = str(self.hardware["device_name"])
+        on_cpu = self.hardware.get("device_kind") == "cpu"
+        return f"{name}, {self.hardware['cpu_cores']} cores" if on_cpu else name
+
+    @property
+    def modes(self) -> list[str]:
+        """The modes that models were tried in."""
+        return sorted({case.mode for one in self.models for case in one.cases})
 
     def count(self, state: str) -> int:
         """How many models have the state."""
@@ -371,7 +383,7 @@ def _step_ms(spec: ModelSpec, case: Case, device: torch.device) -> float:
     """Take a step to warm up and a second one, in milliseconds.
 
     Raises:
-        RuntimeError: The loss of the first is not finite; or at inference, some of its outputs.
+        RuntimeError: The loss of one is not finite; or at inference, some of its outputs.
         Whatever the model raises.
     """
     from torchtraceap.collect import devices
@@ -385,37 +397,33 @@ def _step_ms(spec: ModelSpec, case: Case, device: torch.device) -> float:
 
     loop = Loop(spec, case.mode, case.batch_size, device, secret="", seed=0)
     with closing(loop):
-        state = loop.step()
-        if fault := _fault_of_loss(state.loss) if case.mode == "train" else _fault_of_outputs(state.output):
-            raise RuntimeError(fault)
-        del state
+        _require_finite(loop.step(), case.mode)
         devices.synchronize(device)
         begin = time.perf_counter()
-        loop.step()
+        state = loop.step()
         devices.synchronize(device)
-        return round((time.perf_counter() - begin) * 1e3, 3)
+        step_ms = round((time.perf_counter() - begin) * 1e3, 3)
+        _require_finite(state, case.mode)  # in training it shows what the gradients of the first were
+    return step_ms
 
 
-def _fault_of_loss(loss: torch.Tensor) -> str:
-    """What is wrong with a loss; empty if it is finite."""
-    value = loss.item()
-    return "" if math.isfinite(value) else f"the loss of the first step is {value}"
-
-
-def _fault_of_outputs(outputs: Any) -> str:
-    """What is wrong with the outputs of a step; empty if there are some and all are finite."""
+def _require_finite(state: State, mode: Mode) -> None:
+    """Raise RuntimeError unless the loss of a step is finite, or at inference all of its outputs."""
     import torch
     from torch.utils._pytree import tree_leaves
 
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    if mode == "train":
+        if not math.isfinite(loss := state.loss.item()):
+            raise RuntimeError(f"the loss is {loss}")
+        return
+    tensors = [leaf for leaf in tree_leaves(state.output) if isinstance(leaf, torch.Tensor)]
     if not tensors:
-        return "the first step has no tensor among its outputs"
+        raise RuntimeError("no tensor is among the outputs")
     infinite = sum(int(tensor.isinf().sum()) for tensor in tensors)
     undefined = sum(int(tensor.isnan().sum()) for tensor in tensors)
-    if not infinite and not undefined:
-        return ""
-    count = sum(tensor.numel() for tensor in tensors)
-    return f"of {count} outputs of the first step {undefined} are not a number and {infinite} infinite"
+    if infinite or undefined:
+        count = sum(tensor.numel() for tensor in tensors)
+        raise RuntimeError(f"of {count} outputs {undefined} are not a number and {infinite} infinite")
 
 
 def _peak_mib(device: torch.device) -> float:

@@ -131,20 +131,24 @@ def with_counts(text: str) -> str:
 
 
 def _checks(reports: Mapping[str, CheckReport]) -> Iterator[str]:
-    """Where the zoo was checked, and each model that failed there."""
+    """Where the zoo was checked in which modes, and which models did not pass there and why."""
     if not reports:
         return
     yield "\n## Where they ran\n"
     yield "Files are in [measurements/](measurements/README.md). *Left*: the check ended before them.\n"
-    yield f"| file | device | torch | date | {' | '.join(STATES)} |"
-    yield f"|---|---|---|---|{'--:|' * len(STATES)}"
+    yield f"| file | device | torch | date | modes | {' | '.join(STATES)} |"
+    yield f"|---|---|---|---|---|{'--:|' * len(STATES)}"
     for name, report in reports.items():
-        facts = (name, str(report.hardware["device_name"]), str(report.hardware["torch"]), report.date)
+        facts = (name, report.machine, str(report.hardware["torch"]), report.date, ", ".join(report.modes))
         yield _line(*facts, *(str(report.count(state)) for state in STATES))
-    failed = [(name, one) for name, report in reports.items() for one in report.models if one.reason]
-    if failed:
-        yield "\n| file | model | state | reason |\n|---|---|---|---|"
-        yield from (_line(name, f"`{one.model}`", one.state, one.reason) for name, one in failed)
+    why: dict[tuple[str, str, str], list[str]] = {}
+    for name, report in reports.items():
+        for one in report.models:
+            if one.reason:
+                why.setdefault((name, one.state, one.reason), []).append(f"`{one.model}`")
+    if why:
+        yield "\n| file | state | reason | models |\n|---|---|---|---|"
+        yield from (_line(*facts, ", ".join(models)) for facts, models in why.items())
 
 
 def _line(*cells: str) -> str:

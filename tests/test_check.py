@@ -90,16 +90,26 @@ def test_what_fails_in_training_is_said_and_the_rest_is_kept(run) -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_failure(run) -> None:
-    with pytest.raises(Failed, match="train at batch 2: RuntimeError: the loss of the first step is nan"):
+    with pytest.raises(Failed, match="train at batch 2: RuntimeError: the loss is nan"):
         run(NotANumber())
+
+
+def test_a_loss_that_is_no_number_after_an_update_is_a_failure(run) -> None:
+    class Bursts(tiny.Classify):
+        def loss(self, output, batch):
+            loss = super().loss(output, batch)
+            return loss + (loss - loss.detach()).sqrt()  # of 0, whose gradient is infinite
+
+    with pytest.raises(Failed, match="train at batch 2: RuntimeError: the loss is nan"):
+        run(Bursts())
 
 
 @pytest.mark.parametrize(
     ("outputs", "fault"),
     [
         ({"logits": torch.tensor([1.0, torch.nan, -torch.inf]), "classes": torch.tensor([3])},
-         "of 4 outputs of the first step 1 are not a number and 1 infinite"),
-        ("an image", "the first step has no tensor among its outputs"),
+         "of 4 outputs 1 are not a number and 1 infinite"),
+        ("an image", "no tensor is among the outputs"),
     ],
 )  # fmt: skip
 def test_outputs_that_are_no_numbers_are_a_failure(run, outputs: object, fault: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from torchtraceap.collect.check import Checked, CheckReport
+from torchtraceap.collect.check import Checked, CheckReport, Stepped
 from torchtraceap.collect.listing import BEGIN, END, counts, page, select, with_counts
 from torchtraceap.collect.model import ZOO
 from torchtraceap.errors import UserError
@@ -44,17 +44,18 @@ def test_the_page_has_every_model_once() -> None:
 
 def test_the_page_says_what_failed_where(tmp_path: Path) -> None:
     models = [
-        Checked("a/passed", "passed"),
+        Checked("a/passed", "passed", cases=[Stepped("train", 2), Stepped("infer", 1)]),
         Checked("a/odd", "failed", reason="a | [b](c) <i> \\ of this"),
         Checked("a/elsewhere", "not run", reason="no batch size"),
+        Checked("a/nowhere", "not run", reason="no batch size"),
     ]
-    hardware = {"device_name": "NVIDIA H200", "torch": "2.11.0"}
-    path = tmp_path / "zoo-h200.json"
-    path.write_bytes(msgspec.json.encode(CheckReport("cuda:0", hardware, "2026-11-30", 4, 300.0, models)))
+    hardware = {"device_name": "EPYC", "device_kind": "cpu", "cpu_cores": 2, "torch": "2.11.0"}
+    path = tmp_path / "zoo-epyc.json"
+    path.write_bytes(msgspec.json.encode(CheckReport("cpu", hardware, "2026-11-30", 4, 300.0, models)))
     text = page([path])
-    assert "| zoo-h200.json | NVIDIA H200 | 2.11.0 | 2026-11-30 | 1 | 1 | 0 | 1 |" in text
-    assert r"| zoo-h200.json | `a/odd` | failed | a \| \[b\](c) \<i\> \\ of this |" in text
-    assert "`a/elsewhere` | not run | no batch size" in text
+    assert "| zoo-epyc.json | EPYC, 2 cores | 2.11.0 | 2026-11-30 | infer, train | 1 | 1 | 0 | 2 |" in text
+    assert r"| zoo-epyc.json | failed | a \| \[b\](c) \<i\> \\ of this | `a/odd` |" in text
+    assert "| not run | no batch size | `a/elsewhere`, `a/nowhere` |" in text
     assert "a/passed" not in text
     assert "Where they ran" not in page()
 

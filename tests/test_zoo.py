@@ -197,6 +197,20 @@ def test_model_steps(name: str) -> None:
     assert any(bool(gradient.any()) for gradient in gradients)
 
 
+def test_frozen_batch_norms_fit_the_weights() -> None:
+    torch.manual_seed(0)
+    spec = ZOO["transformers/table-transformer"]
+    model = spec.build().eval()
+    deviations = []
+    for module in model.modules():
+        if type(module).__name__ == "TableTransformerFrozenBatchNorm2d":
+            module.register_forward_hook(lambda _, inputs, output: deviations.append(output.std().item()))
+    with torch.inference_mode():
+        spec.forward(model, _batch(spec), training=False)
+    assert len(deviations) == 20
+    assert all(0.5 < deviation < 2 for deviation in deviations)
+
+
 def test_unknown_model_names_a_close_one() -> None:
     with pytest.raises(UserError, match="Did you mean timm/resnet18"):
         ZOO["timm/resnet-18"]

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torchtraceap.collect.model import Adapter, BatchSizes, ModelSpec, register
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 Size = tuple[int, ...]
 Config = dict[str, Any]
+
+NOISE = (128, 128)
+"""Height and width of the image whose statistics frozen batch norms get: 16 places at a stride of 32."""
 
 
 def build(architecture: str, config: Config) -> nn.Module:
@@ -19,7 +22,33 @@ def build(architecture: str, config: Config) -> nn.Module:
     import transformers
 
     model = getattr(transformers, architecture)
-    return model(model.config_class(**config))
+    network = model(model.config_class(**config))
+    _settle(network)
+    return network
+
+
+def _settle(network: nn.Module) -> None:
+    """Give frozen batch norms the statistics of a forward pass of noise through the backbone.
+
+    A checkpoint would bring statistics that go with its weights. Means of 0 and variances of 1 do not go with
+    random ones: each residual block doubles the variance then, activations of a ResNet-101 end at 1e5, and
+    gradients of a detector behind it can overflow.
+    """
+    import torch
+
+    def measure(norm: Any, inputs: tuple[Tensor]) -> None:
+        norm.running_mean.copy_(inputs[0].mean((0, 2, 3)))
+        norm.running_var.copy_(inputs[0].var((0, 2, 3)))
+
+    frozen = [one for one in network.modules() if type(one).__name__.endswith("FrozenBatchNorm2d")]
+    if not frozen:
+        return
+    hooks = [norm.register_forward_pre_hook(measure) for norm in frozen]
+    backbone = next(one for name, one in network.named_modules() if name.split(".")[-1] == "backbone")
+    with torch.no_grad():
+        backbone(torch.randn(1, 3, *NOISE), torch.ones(1, *NOISE, dtype=torch.bool))
+    for hook in hooks:
+        hook.remove()
 
 
 def add(

@@ -127,7 +127,7 @@ def print_report(report: CheckReport) -> None:
     """A row a model, what failed last."""
     rows = sorted(report.models, key=lambda one: (one.state == "failed", one.model))
     console.table(
-        f"{report.hardware['device_name']}, torch {report.hardware['torch']}",
+        f"{report.machine}, torch {report.hardware['torch']}",
         ("model", "state", "build s", "longest step ms", "peak MiB", "reason"),
         [_row(one) for one in rows],
     )
