@@ -81,6 +81,7 @@ def test_alone_it_prints_help(traceap):
         (["zoo"], ["Missing command", "See: traceap zoo --help"]),
         (["zoo", "list", "--jsn"], ["--jsn"]),
         (["zoo", "list", "--check", "check.json"], ["add --markdown"]),
+        (["zoo", "list", "--markdown", "--task", "pose"], ["--markdown prints the whole page"]),
         (["zoo", "list", "--markdown", "--check", "nowhere.json"], ["nowhere.json: No such file"]),
         (["zoo", "list", "--min-params", "3", "--max-params", "2"], ["--min-params 3 is above"]),
         (["zoo", "check", "-o", "x", "--task", "pose", "--model", "timm/resnet18"], ["no model meets all"]),

@@ -56,6 +56,8 @@ def zoo_list(
     from torchtraceap.collect.model import describe
 
     if markdown:
+        if task or source or family or small or min_params or max_params < math.inf or as_json:
+            raise UserError("--markdown prints the whole page: leave out all other options but --check")
         print(page(check or ()), end="")
         return
     if check:
