@@ -8,7 +8,6 @@ import secrets
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from torchtraceap.collect.cutting import keep_steps, steps_below
 from torchtraceap.collect.dispatch import WAITING as WAITING_PATTERNS
 from torchtraceap.collect.distributed import World, distribute, join, leave, run_ranks, share_cpu
 from torchtraceap.collect.evidence import exhaustive, survey
-from torchtraceap.collect.labelling import Armed, label, number_steps, strip
-from torchtraceap.collect.loop import Placement, TrainingLoop
+from torchtraceap.collect.injections import Injected, Injections, armed, armed_in
+from torchtraceap.collect.labelling import label, number_steps, strip
+from torchtraceap.collect.loop import TrainingLoop
 from torchtraceap.collect.measure import (
     block_steps,
     measure_cost,
@@ -32,7 +32,7 @@ from torchtraceap.collect.measure import (
 )
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.native import natives, unpaired
-from torchtraceap.collect.plan import Injection, Job, Order, settles_slowly
+from torchtraceap.collect.plan import Job, Order
 from torchtraceap.collect.processes import locked
 from torchtraceap.collect.regions import number_regions
 from torchtraceap.collect.server import WAITING, Request
@@ -40,70 +40,15 @@ from torchtraceap.collect.transfer import carried
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.shards import MEGABYTE, write_shard
 from torchtraceap.dataset.trace import Trace, TraceRecord
-from torchtraceap.errors import UserError
-from torchtraceap.labels.cost import LOOKS, Cost, Look
-from torchtraceap.labels.pattern import PATTERNS, Mechanism, Pattern, Site, Stage, StageSite, Variant, choose
+from torchtraceap.labels.cost import LOOKS, Look
 from torchtraceap.labels.segments import covered
-from torchtraceap.labels.types import Instance, Segment, State
+from torchtraceap.labels.types import Instance, Segment
 
 WARMUP_STEPS = 3
 ATTEMPTS = 3
 """Profiles with markers that are taken of an arm until one corresponds to the one without."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass(eq=False)
-class Injected:
-    """An injection of the plan, placed into the loop."""
-
-    pattern: Pattern
-    variant: Variant
-    placement: Placement
-    is_lookalike: bool
-    cost: Cost | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.pattern.id}/{self.variant.name}"
-
-    @property
-    def mechanism(self) -> Mechanism:
-        """How its events are found."""
-        return self.pattern.mechanism_of(self.variant)
-
-    @property
-    def measured(self) -> Cost:
-        """Its cost, once that is measured."""
-        assert self.cost is not None
-        return self.cost
-
-    def mean_ms(self, steps: int) -> float:
-        """Its cost averaged over ``steps`` profiled steps, in not all of which it need act."""
-        acting = self.placement.steps
-        return self.measured.ms * (1.0 if acting is None else len(acting) / steps)
-
-    def instance(self) -> Instance:
-        """What the trace says of it; costs must have been measured."""
-        cost = self.measured
-        state: State = cost.state
-        if self.is_lookalike:
-            # Harmless by construction; the measurement can only object. What it finds costly here is still
-            # no instance of the pattern, and so nothing that a detector should be judged by.
-            state = "undecided" if state == "costly" else "benign"
-        return Instance(
-            pattern=self.pattern.id,
-            variant=self.variant.name,
-            scope=self.pattern.scope,
-            source="lookalike" if self.is_lookalike else "injected",
-            state=state,
-            every_step=self.placement.steps is None,
-            sites=len(self.placement.acting),
-            cost_ms=cost.ms,
-            cost_ratio=cost.ratio,
-            cost_low=cost.low,
-            cost_high=cost.high,
-        )
 
 
 def run_request(request: Request, progress: Progress) -> dict[str, Any]:
@@ -255,10 +200,6 @@ class Session:
         )
         if job.runtime == "compiled":
             compile_network(self.loop)
-        self.placed: list[Injected] = []
-        self.arms: list[list[Injected]] = [[]]
-        self.twins: list[Injected] = []
-        self.skipped: list[str] = []
         self.nulls: list[Look] = []
         self.differences: list[dict[str, Any]] = []
         self.disagreements: set[str] = set()
@@ -272,13 +213,13 @@ class Session:
         """All of it; see :func:`run_job`. Of several ranks the first writes the traces of all."""
         world = self.loop.world
         self.pair_id = world.agreed(secrets.token_hex(8))
-        self._place()
+        self.injections = Injections(self.job, self.loop, self.rng)
         self.progress("surveying")
         # Dispatch modes need the bare model. What is installed in other loops cannot run on that.
         if self.loop.runtime != "eager":
             with self.loop.plain():
                 self.seen = survey(self.loop)
-        for one in self.placed:
+        for one in self.injections.all:
             self.loop.install(one.placement)
         if self.loop.runtime == "eager":
             self.seen = survey(self.loop)
@@ -302,7 +243,7 @@ class Session:
         provenance = {
             "job": msgspec.to_builtins(self.job),
             "hardware": hardware,
-            "skipped": self.skipped,
+            "skipped": self.injections.skipped,
             "event_cap": self.event_cap,
             "block_steps": steps,
             "marked": self.marked,
@@ -311,7 +252,11 @@ class Session:
             "unpaired": unpaired_waits,
             "disagreements": sorted(disagreements),
             "instances": [
-                {"trace_id": r.trace_id, "instance": i, **msgspec.to_builtins(self._cost(instance))}
+                {
+                    "trace_id": r.trace_id,
+                    "instance": i,
+                    **msgspec.to_builtins(self.injections.cost_of(instance)),
+                }
                 for r in records
                 for i, instance in enumerate(r.instances)
                 if instance.source != "native"
@@ -325,99 +270,11 @@ class Session:
             "files": files,
             "events": sum(len(r.trace) for r in records),
             "segments": sum(len(r.segments) for r in records),
-            "states": [f"{one.name}: {one.instance().state}" for one in self.placed],
-            "skipped": self.skipped,
+            "states": [f"{one.name}: {one.instance().state}" for one in self.injections.all],
+            "skipped": self.injections.skipped,
             "marked": self.marked,
             "natives": sorted({i.pattern for r in records for i in r.instances if i.source == "native"}),
         }
-
-    def _place(self) -> None:
-        """Find the candidate places of every injection, before any is wrapped, and draw those that act."""
-        job = self.job
-        # Loader workers must be forked before the dry run, which others ask for, computes anything.
-        early = {one: self._sites(one) for one in [*job.injections, *job.lookalikes] if _starts_workers(one)}
-        spares = [one for one in job.spares if not (_starts_workers(one) or settles_slowly(one))]
-        for indices in job.arms:
-            arm: list[Injected] = []
-            for one in [job.injections[index] for index in indices]:
-                sites = early[one] if one in early else self._sites(one)
-                goes_alone = arm and self._refusal(one, sites, arm) and not self._refusal(one, sites, [])
-                placed = self._place_one(one, sites, beside=[] if goes_alone else arm)
-                if goes_alone and placed is not None:
-                    self.arms.append([placed])
-                    continue
-                while placed is None and spares:
-                    placed = self._place_one(spares.pop(0), beside=arm)
-                if placed is not None:
-                    arm.append(placed)
-            if arm:
-                self.arms.append(arm)
-        if job.injections and not self.placed:
-            raise UserError(f"{job.model}: nothing can be injected ({'; '.join(self.skipped)})")
-        for one in job.lookalikes:
-            placed = self._place_one(one, early.get(one), beside=list(self.placed), is_lookalike=True)
-            if placed is not None:
-                self.twins.append(placed)
-
-    def _sites(self, plan: Injection) -> list[Site]:
-        """Candidate places; none where the pattern does not apply."""
-        pattern = PATTERNS[plan.pattern]
-        applies = pattern.applies(self.loop.device.type, self.loop.mode, self.loop.runtime) is None
-        return pattern.variant(plan.variant).sites(self.loop) if applies else []
-
-    def _place_one(
-        self,
-        plan: Injection,
-        sites: list[Site] | None = None,
-        *,
-        beside: list[Injected],
-        is_lookalike: bool = False,
-    ) -> Injected | None:
-        """Place an injection that may act in the same trace as those of ``beside``, or say why not."""
-        sites = self._sites(plan) if sites is None else sites
-        if reason := self._refusal(plan, sites, beside):
-            self.skipped.append(f"{plan.pattern}/{plan.variant}: {reason}")
-            return None
-        pattern = PATTERNS[plan.pattern]
-        variant = pattern.variant(plan.variant)
-        # What takes longer to settle than the profiler warms up cannot be toggled from step to step.
-        every_step = self.rng.random() < 0.5 or variant.settle_steps > profiling.WARMUP_STEPS
-        placement = Placement(
-            index=len(self.placed),
-            sites=sites,
-            acting=frozenset(choose(variant, sites, self.rng)),
-            steps=None if every_step else self._some_steps(),
-        )
-        self.placed.append(Injected(pattern, variant, placement, is_lookalike))
-        return self.placed[-1]
-
-    def _refusal(self, plan: Injection, sites: list[Site], beside: list[Injected]) -> str | None:
-        """Why an injection may not act at ``sites`` in a trace with those of ``beside``; None if it may."""
-        pattern = PATTERNS[plan.pattern]
-        selects = pattern.mechanism_of(pattern.variant(plan.variant)) == "selector"
-        if not sites:
-            reason = pattern.applies(self.loop.device.type, self.loop.mode, self.loop.runtime)
-            return reason or "no place for it in this model"
-        if any(_replaced(sites) & _replaced(one.placement.sites) for one in self._rivals(sites, beside)):
-            return "would stand in for the stage that another pattern stands in for"
-        if selects and any(one.mechanism == "selector" for one in beside):
-            return "a trace can hold one pattern that is found by comparison with the clean one"
-        return None
-
-    def _rivals(self, sites: list[Site], beside: list[Injected]) -> list[Injected]:
-        """Those of ``beside``, and those that run something else in the traces of the other, even if off."""
-        if _stands_in_when_off(sites):
-            return self.placed
-        return [*beside, *(one for one in self.placed if _stands_in_when_off(one.placement.sites))]
-
-    def _some_steps(self) -> frozenset[int]:
-        """Some but not all of the profiled steps."""
-        steps = profiling.PROFILED_STEPS
-        return frozenset(self.rng.sample(range(steps), self.rng.randint(1, steps - 1)))
-
-    def _toggled(self) -> list[list[Injected]]:
-        """What is switched on together: the patterns of each arm, and each look-alike alone."""
-        return [*self.arms[1:], *([twin] for twin in self.twins)]
 
     def _warm_up(self) -> None:
         """Every arm as it will run: what allocates, compiles or tunes does so now."""
@@ -425,8 +282,8 @@ class Session:
             self.loop.step()
         if self.loop.runtime == "compiled":
             self.absent_when_compiled = absent_when_compiled(self.loop)
-        for arm in self._toggled():
-            with _armed(arm):
+        for arm in self.injections.toggled():
+            with armed(arm):
                 for _ in range(max(2, *(one.variant.settle_steps for one in arm))):
                     self.loop.step()
         devices.synchronize(self.loop.device)
@@ -442,10 +299,10 @@ class Session:
     def _measure(self, steps: int) -> None:
         """The cost of each pattern beside the others of its arm, and that of each look-alike alone."""
         costs = []
-        for arm in self._toggled():
+        for arm in self.injections.toggled():
             for one in arm:
                 self.progress(f"measuring {one.name}")
-                with _armed([other for other in arm if other is not one]):
+                with armed([other for other in arm if other is not one]):
                     one.cost = measure_cost(
                         self.loop,
                         one.placement,
@@ -468,7 +325,10 @@ class Session:
         belongs to what. Either is done in a random order of its own, and none is published that was taken
         after a profile with markers.
         """
-        arms = [arm + [twin for twin in self.twins if self.rng.random() < 0.5] for arm in self.arms]
+        arms = [
+            arm + [twin for twin in self.injections.twins if self.rng.random() < 0.5]
+            for arm in self.injections.arms
+        ]
         recorded = self._recordings(arms, marking=False)
         recorded_marked = self._recordings(arms, marking=True)
         self.progress("reading profiles")
@@ -476,9 +336,9 @@ class Session:
         marked = [one.read() for one in recorded_marked]
         labels = self._carried(arms, plain, marked)
         self.progress("labelling")
-        marked_clean = _without_lookalikes(*label(marked[0], self.secret, _armed_in(arms[0])))
+        marked_clean = _without_lookalikes(*label(marked[0], self.secret, armed_in(arms[0])))
         marked_labels = [
-            label(profile, self.secret, _armed_in(arm), marked_clean)
+            label(profile, self.secret, armed_in(arm), marked_clean)
             for arm, profile in zip(arms, marked, strict=True)
         ]
         self.marked = labels is None
@@ -506,7 +366,7 @@ class Session:
         def on_device() -> AbstractContextManager[None]:
             return self._alone(f"profiling {what}{' with markers' if marking else ''}")
 
-        with _armed(arm):
+        with armed(arm):
             settle = max((one.variant.settle_steps for one in arm), default=0)
             return profiling.record_steps(self.loop, settle, marking=marking, on_device=on_device)
 
@@ -525,7 +385,7 @@ class Session:
             for attempt in range(ATTEMPTS):
                 if attempt:
                     profile = self._recording(arm, marking=True).read()
-                segments = carried(profile, self.secret, _armed_in(arm), trace, clean)
+                segments = carried(profile, self.secret, armed_in(arm), trace, clean)
                 if self.loop.world.smallest(int(segments is not None)):  # on all ranks alike
                     break
             else:
@@ -634,13 +494,6 @@ class Session:
             if i not in found and not one.is_lookalike and not elsewhere:
                 raise RuntimeError(f"{one.name} acted, but no event of the trace belongs to it")
 
-    def _cost(self, instance: Instance) -> Cost | None:
-        return next(
-            one.cost
-            for one in self.placed
-            if (one.pattern.id, one.variant.name) == (instance.pattern, instance.variant)
-        )
-
 
 def _without_lookalikes(trace: Trace, segments: list[Segment]) -> Trace:
     """A clean trace less its look-alikes: what they do is nothing that the clean loop does."""
@@ -655,35 +508,3 @@ def _with_segments(
     position = {old: new for new, old in enumerate(found)}
     renumbered = [msgspec.structs.replace(s, instance=position[s.instance]) for s in segments]
     return [instances[i] for i in found], renumbered
-
-
-@contextmanager
-def _armed(arm: list[Injected]) -> Iterator[None]:
-    for one in arm:
-        one.placement.armed = True
-    try:
-        yield
-    finally:
-        for one in arm:
-            one.placement.armed = False
-
-
-def _armed_in(arm: list[Injected]) -> dict[int, Armed]:
-    """What acts in the trace of an arm, for the labelling."""
-    return {one.placement.index: Armed(i, one.mechanism, one.pattern.selects) for i, one in enumerate(arm)}
-
-
-def _starts_workers(plan: Injection) -> bool:
-    return PATTERNS[plan.pattern].variant(plan.variant).starts_workers
-
-
-def _replaced(sites: list[Site]) -> set[Stage]:
-    """Stages that these sites may run something else for, so that what lies inside them never runs."""
-    stage_sites = [site for site in sites if isinstance(site, StageSite)]
-    brings: set[Stage] = {"data"} if any(site.data is not None for site in stage_sites) else set()
-    return brings | {site.stage for site in stage_sites if site.replaces}
-
-
-def _stands_in_when_off(sites: list[Site]) -> bool:
-    """Whether a stage does not run as it is where these sites do not act."""
-    return any(isinstance(site, StageSite) and site.replaces and site.otherwise is not None for site in sites)

@@ -330,7 +330,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
 
     def watched(loop: TrainingLoop, settle: int, **options: Any) -> session.profiling.Recording:
         recording, marking = record(loop, settle, **options), options["marking"]
-        acting[recording] = marking, [one.name for one in SESSIONS[-1].placed if one.placement.armed]
+        acting[recording] = marking, [one.name for one in SESSIONS[-1].injections.all if one.placement.armed]
         return recording
 
     def kept(recording: session.profiling.Recording) -> Trace:
@@ -370,7 +370,7 @@ def test_published_traces_never_had_a_marker(tmp_path: Path, taken: Taken) -> No
         assert not any(op.name.startswith(PREFIX) for op in raw.ops)
         (profile,) = [trace for marking, what, trace in taken if marking and what == acting]
         assert any(op.name.startswith(PREFIX) for op in profile.ops)
-        placed = {one.name: one for one in SESSIONS[-1].placed}
+        placed = {one.name: one for one in SESSIONS[-1].injections.all}
         order = [f"{one.pattern}/{one.variant}" for one in record.instances]
         armed = {
             placed[name].placement.index: Armed(order.index(name), placed[name].pattern.mechanism)
@@ -422,7 +422,7 @@ def test_two_patterns_share_a_trace(tmp_path: Path) -> None:
     seen: list[set[str]] = []
 
     def watched(loop: TrainingLoop, placement: Placement, **rest: Any) -> Cost:
-        on = [one for one in SESSIONS[-1].placed if one.placement.armed]
+        on = [one for one in SESSIONS[-1].injections.all if one.placement.armed]
         seen.append({one.name for one in on})
         return made_up_cost(loop, placement, **rest)
 
