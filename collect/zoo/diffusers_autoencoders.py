@@ -133,6 +133,8 @@ FLUX_STEERED = Control(
 
 IMAGE: tuple[Size, Size] = ((3, 256, 256), (3, 64, 64))
 CLIP: tuple[Size, Size] = ((3, 17, 256, 256), (3, 5, 64, 64))
+OF_EIGHTS: tuple[Size, Size] = ((3, 17, 256, 256), (3, 9, 64, 64))
+"""A frame and whole groups of eight; of other clips these networks give back more or fewer frames."""
 
 # name, class, configuration, family, parameters in millions, adapter, input size on a GPU and on a CPU,
 # batches
@@ -151,9 +153,9 @@ ROWS: list[tuple[str, str, Config, str, float, Adapter, tuple[Size, Size], Batch
      Reconstruction(frames_first=True), ((8, 3, 256, 256), (2, 3, 64, 64)), HEAVY),
     ("autoencoder-wan", "AutoencoderKLWan", {}, "autoencoder_3d", 126.89, RECONSTRUCTION, CLIP, HEAVY),
     ("autoencoder-cogvideox", "AutoencoderKLCogVideoX", {}, "autoencoder_3d", 215.58,
-     RECONSTRUCTION, CLIP, NO_CPU_TRAINING),
+     RECONSTRUCTION, OF_EIGHTS, NO_CPU_TRAINING),
     ("autoencoder-ltx", "AutoencoderKLLTXVideo", {}, "autoencoder_3d", 419.19,
-     RECONSTRUCTION, ((3, 17, 256, 256), (3, 9, 64, 64)), NO_CPU_TRAINING),
+     RECONSTRUCTION, OF_EIGHTS, NO_CPU_TRAINING),
     ("autoencoder-hunyuan-video", "AutoencoderKLHunyuanVideo", {}, "autoencoder_3d", 246.48,
      RECONSTRUCTION, CLIP, NO_CPU_TRAINING),
     ("autoencoder-mochi", "AutoencoderKLMochi", {}, "autoencoder_3d", 459.75,
