@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,6 +31,9 @@ MEGABYTE = 1_000_000
 PART_KEY = "part"
 """Key in the metadata of each file of a shard of several."""
 
+MOST_FILES = 100_000
+"""Of a shard; a file that speaks of more was not written by a collection."""
+
 _PART_NAME = re.compile(r"(?P<shard>.+)\.part-\d+-of-\d+\.parquet")
 
 InstanceKey = tuple[str, int]
@@ -41,8 +44,8 @@ class Part(msgspec.Struct, frozen=True):
     """Which file of a shard of several this is: ``number`` of ``count``, from 1, of one ``set_id``."""
 
     set_id: str
-    number: int
-    count: int
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_FILES)]
 
 
 class Tested(msgspec.Struct):
@@ -190,7 +193,7 @@ def _part(path: Path) -> Part | None:
     text = read_metadata(path).get(PART_KEY)
     try:
         return None if text is None else msgspec.json.decode(text, type=Part)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise UserError(f"{path}: {PART_KEY} in its metadata is broken: {error}") from None
 
 
@@ -216,7 +219,7 @@ def read_session(shard: Path) -> Session:
         )
     try:
         return msgspec.json.decode(text, type=Session)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise UserError(f"{shard}: {schema.SESSION_KEY} in its metadata is broken: {error}") from None
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from traces import random_record
 
-from torchtraceap.dataset import shards
-from torchtraceap.dataset.parquet import read_traces
+from torchtraceap.dataset import schema, shards
+from torchtraceap.dataset.parquet import read_traces, write_traces
 from torchtraceap.dataset.shards import files_of, read_session, shards_of, traces_of, write_shard
 from torchtraceap.errors import UserError
 
@@ -104,3 +104,19 @@ def test_a_part_of_another_writing_is_refused(tmp_path: Path) -> None:
     files_of(other)[1].replace(files_of(path)[1])
     with pytest.raises(UserError, match=r"part-2-of-3\.parquet does not belong to .*a_b\.parquet"):
         files_of(path)
+
+
+@pytest.mark.parametrize("count", ["0", "-3", "2000000000", "1e3", "null"])
+def test_a_count_of_parts_that_nobody_writes_is_refused(tmp_path: Path, count: str) -> None:
+    path = tmp_path / "a.parquet"
+    write_traces(path, [random_record(0)], {"part": f'{{"set_id":"a","number":1,"count":{count}}}'})
+    with pytest.raises(UserError, match=r"a\.parquet: part in its metadata is broken: Expected `int"):
+        files_of(path)
+
+
+def test_a_session_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    deep = '{"instances":[],"hardware":{"a":' + "[" * 100_000 + "]" * 100_000 + "}}"
+    write_traces(path, [random_record(0)], {schema.SESSION_KEY: deep})
+    with pytest.raises(UserError, match=r"a\.parquet: .+ in its metadata is broken: maximum recursion"):
+        read_session(path)

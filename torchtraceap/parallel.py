@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ def _in_processes(jobs: int, function: Callable[[Item], Result], items: Iterable
 
     # Not forked: threads of Arrow and NumPy would not be there in the children, their locks would.
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_ignore_interrupts)
+    pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_begin_process)
     try:
         yield from _windowed(
             jobs * AHEAD, lambda item: pool.submit(function, item), lambda future: future.result(), items
@@ -76,9 +77,24 @@ def _in_processes(jobs: int, function: Callable[[Item], Result], items: Iterable
         pool.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches the whole group; the parent alone says what happens then."""
+def _begin_process() -> None:
+    """Let the parent alone say when a process of the pool ends.
+
+    Ctrl-C reaches the whole group and is ignored here. Of a parent that was killed the queue says nothing,
+    as all processes hold both of its ends.
+    """
+    from multiprocessing import parent_process
+    from multiprocessing.connection import wait
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _on_ray(address: str, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
