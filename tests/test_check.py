@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 
+from torchtraceap import console
 from torchtraceap.cli import main
 from torchtraceap.collect import devices, lane
 from torchtraceap.collect.check import Case, Check, check, make_checks, read_report, run_request
@@ -210,9 +211,12 @@ def test_resume_tries_again_what_failed_and_starts_what_was_left(zoo: list[str],
 
 def test_the_command(zoo: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [word for name in zoo[:2] for word in ("--model", name)]
-    assert main(["zoo", "check", "-o", str(tmp_path / "a"), "--device", "cpu", *chosen]) == 1
-    text = capsys.readouterr().out
-    assert "1 passed, 1 failed, 0 left, 0 not run" in text
+    console.err.cache_clear()
+    elsewhere = ["--model", "tiny/gpu"]  # is not counted among those to do
+    assert main(["zoo", "check", "-o", str(tmp_path / "a"), "--device", "cpu", *chosen, *elsewhere]) == 1
+    text, told = capsys.readouterr()
+    assert "[1/2] tiny-error: failed" in told
+    assert "1 passed, 1 failed, 0 left, 1 not run" in text
     assert r"ValueError: [red]no\x1b[2J" in text
     assert main(["zoo", "check", "-o", str(tmp_path / "b"), "--device", "cpu", *chosen[:2], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"][0]["state"] == "passed"

@@ -29,6 +29,7 @@ from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
     from torchtraceap.collect.check import Checked, CheckReport
+    from torchtraceap.labels.pattern import Mode
 
 LANES = 4
 """Models side by side on an accelerator, unless told otherwise. Most of the time goes into building a model
@@ -77,7 +78,7 @@ def zoo_check(
     All models unless some are chosen; on a CPU the smallest batch size alone. CHECK/check.json has the
     result. Exit code 1 when a model failed.
     """
-    from torchtraceap.collect.check import STATES, check
+    from torchtraceap.collect.check import STATES, check, make_checks
     from torchtraceap.collect.listing import select
     from torchtraceap.collect.model import ZOO
 
@@ -96,13 +97,14 @@ def zoo_check(
     if not names:
         raise UserError("no model meets all conditions; see `traceap zoo list`")
     devices, kind = resolve_devices(device)
-    with following(len(names)) as show:
+    modes: list[Mode] = [one.value for one in mode] if mode else ["train", "infer"]
+    with following(len(make_checks(names, device_type=kind, modes=modes))) as show:
         report, ran = check(
             names,
             out,
             devices=devices,
             device_type=kind,
-            modes=[one.value for one in mode] if mode else ("train", "infer"),
+            modes=modes,
             lanes=lanes or (1 if kind == "cpu" else LANES),
             resume=resume,
             time_limit=time_limit,
