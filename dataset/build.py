@@ -14,7 +14,6 @@ import itertools
 import math
 import os
 import platform
-import re
 import shutil
 import tempfile
 from collections import defaultdict
@@ -27,11 +26,16 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from torchtraceap import __version__
 from torchtraceap.dataset import schema, splits
 from torchtraceap.dataset.attribution import violations
-from torchtraceap.dataset.card import Released, render_card
+from torchtraceap.dataset.card import Facts, Released
+from torchtraceap.dataset.configs import DATA_FILE, SCHEMAS
+from torchtraceap.dataset.description import BESIDE, CARD, CARDS, PAGES, WRITTEN, describe
 from torchtraceap.dataset.features import shard_path
 from torchtraceap.dataset.parquet import write_table, write_traces
+from torchtraceap.dataset.pictures import Draw
+from torchtraceap.dataset.rows import segment_table
 from torchtraceap.dataset.shards import CostTests, InstanceKey, read_session, shards_of, traces_of
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.windows import WINDOWS, window_table
@@ -42,17 +46,9 @@ from torchtraceap.parallel import HERE, Where, map_on
 MEMORY = ("memory_gib", "ram_gib")
 """Columns of the hardware that may grow between visits to one machine: virtual ones get theirs by and by."""
 
-SCHEMAS = {
-    "traces": schema.TRACES,
-    "windows": WINDOWS,
-    "segments": schema.SEGMENTS,
-    "hardware": schema.HARDWARE,
-}
 TRACES_PER_FILE = 256
 WORK = (".build-", ".tmp")
 """How the names of folders begin and end in which a build writes, within the data set's."""
-
-_DATA_FILE = re.compile(rf"({'|'.join(SCHEMAS)})-({'|'.join(schema.SPLITS)})-\d{{5}}-of-\d{{5}}\.parquet")
 
 Progress = Callable[[str, int, int], None]
 """Told the stage (``checking`` shards, then ``writing`` traces), how many are done, and of how many."""
@@ -92,19 +88,24 @@ def build(
     seed: int,
     where: Where = HERE,
     progress: Progress | None = None,
+    date: str = "",
+    draw: Draw | None = None,
 ) -> BuildReport:
     """Make the published data set out of the shards of ``runs``.
 
     Args:
         runs: Folders that hold ``shards/*.parquet``.
-        out: The data set's folder. Its README.md and ``data/`` are replaced, anything else stays.
+        out: The data set's folder. Its ``data/`` and all that describes it are replaced, anything else stays.
         seed: Orders the units of the split.
         where: Processes that do the work; those of a cluster must see all folders under the same paths.
         progress: See :data:`Progress`.
+        date: Of the release, as 2026-11-30, for the card and Croissant.
+        draw: Draws a trace, for a timeline of each task (dataset/pictures.py).
 
     Raises:
         UserError: A run has no shards, a shard is broken or holds what cannot be published, two disagree,
-            ``out``/data holds other files, or another build writes to ``out``. Nothing has been changed then.
+            ``out`` holds others' files under our names, or another build writes to ``out``. Nothing has been
+            changed then.
     """
     tell = progress or (lambda stage, done, total: None)
     out = Path(out)
@@ -113,10 +114,12 @@ def build(
         out, shards = out.resolve(), [shard.resolve() for shard in shards]
     with _claimed(out):
         _require_ours(out)
-        return _build(shards, out, seed, where, tell)
+        return _build(shards, out, seed, where, tell, date, draw)
 
 
-def _build(shards: Sequence[Path], out: Path, seed: int, where: Where, tell: Progress) -> BuildReport:
+def _build(
+    shards: Sequence[Path], out: Path, seed: int, where: Where, tell: Progress, date: str, draw: Draw | None
+) -> BuildReport:
     survey = _Survey()
     tell("checking", 0, len(shards))
     for done, (shard, seen) in enumerate(zip(shards, map_on(where, examine, shards), strict=True), start=1):
@@ -128,8 +131,10 @@ def _build(shards: Sequence[Path], out: Path, seed: int, where: Where, tell: Pro
     writer = _Writer(work, survey, decisions, tell)
     writer.run(where)
     left_out = len(survey.members) - len(writer.released)
-    card = render_card(work, SCHEMAS, writer.released, survey.hardware_rows(writer.released), left_out, seed)
-    (work / "README.md").write_text(card, encoding="utf-8")
+    facts = Facts(
+        version=__version__, schema_version=schema.SCHEMA_VERSION, seed=seed, left_out=left_out, date=date
+    )
+    describe(work, SCHEMAS, writer.released, survey.hardware_rows(writer.released), facts, draw)
     report = BuildReport(
         traces={split: writer.count(split) for split in schema.SPLITS},
         units={split: len(writer.units(split)) for split in schema.SPLITS},
@@ -313,7 +318,8 @@ def write_file(file: FileOfTraces) -> list[Released]:
         for record in records:
             windows.append(window_table(record))
             segments.append(segment_table(record))
-            released.append(Released.of(record, file.split, windows[-1]))
+            flags = (windows[-1][name].to_numpy().sum().item() for name in ("positive", "ignored"))
+            released.append(Released.of(record, file.split, len(windows[-1]), *flags))
             yield record
 
     write_traces(file.path("traces"), seen(file.records()))
@@ -429,37 +435,28 @@ def check(record: TraceRecord, where: str) -> None:
     require(problem is None, f"{problem}")
 
 
-def segment_table(record: TraceRecord) -> pa.Table:
-    """Rows of the table ``segments`` of one trace."""
-    rows: list[dict[str, Any]] = []
-    of_trace = {name: record.meta[name] for name in ("trace_id", "task", "hardware_id", "split_unit")}
-    for segment in record.segments:
-        instance = record.instances[segment.instance]
-        # The fields that the table shares with instances and segments; `lane` becomes readable.
-        fields = {**of_trace, **msgspec.structs.asdict(instance), **msgspec.structs.asdict(segment)}
-        fields["lane"] = record.trace.lanes[segment.lane].name
-        rows.append({name: fields[name] for name in schema.SEGMENTS.names})
-    return pa.Table.from_pylist(rows, schema=schema.SEGMENTS)
-
-
 def _require_ours(out: Path) -> None:
     """Refuse to replace anything but a data set's files and card."""
-    data, card = out / "data", out / "README.md"
-    strangers = []
-    if data.is_dir():
-        strangers = [
-            path for path in data.iterdir() if not (_DATA_FILE.fullmatch(path.name) and path.is_file())
-        ]
-    elif data.exists() or data.is_symlink():
-        strangers = [data]
-    if strangers:
-        raise UserError(
-            f"{data} would be replaced, but is no data set: {strangers[0].name} does not belong there"
-        )
+    for folder, names in ((out / "data", DATA_FILE), (out / CARDS, PAGES)):
+        strangers = []
+        if folder.is_dir():
+            strangers = [
+                path for path in folder.iterdir() if not (names.fullmatch(path.name) and path.is_file())
+            ]
+        elif folder.exists() or folder.is_symlink():
+            strangers = [folder]
+        if strangers:
+            raise UserError(
+                f"{folder} would be replaced, but is no data set: {strangers[0].name} does not belong there"
+            )
+    card = out / CARD
     if card.exists() and not (card.is_file() and schema.CANARY in card.read_text("utf-8", "replace")):
         raise UserError(
             f"{card} would be replaced, but is no data set's card; move it or choose another folder"
         )
+    for path in (out / name for name in BESIDE):
+        if path.is_dir() or (path.exists() and not card.exists()):
+            raise UserError(f"{path} would be replaced, but belongs to no data set; move it")
 
 
 @contextmanager
@@ -492,14 +489,27 @@ def _settle(out: Path) -> None:
     for work in out.glob("*".join(WORK)):
         if (work / "old").exists() and not (out / "data").exists():
             (work / "old").rename(out / "data")
-        elif (work / "README.md").exists() and not (work / "data").exists():
-            (work / "README.md").replace(out / "README.md")
+        elif (work / CARD).exists() and not (work / "data").exists():
+            _describe_new(work, out)
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _swap(work: Path, out: Path) -> None:
-    """Put data and card of ``work`` in the place of those in ``out``; :func:`_settle` knows each state."""
+    """Put what is in ``work`` in the place of what is in ``out``; :func:`_settle` knows each state."""
     if (out / "data").exists():
         (out / "data").rename(work / "old")
     (work / "data").rename(out / "data")
-    (work / "README.md").replace(out / "README.md")
+    _describe_new(work, out)
+
+
+def _describe_new(work: Path, out: Path) -> None:
+    """Replace what describes the old data, the card last; may be done again after it was interrupted."""
+    if (work / CARDS).exists():
+        shutil.rmtree(out / CARDS, ignore_errors=True)
+        (work / CARDS).rename(out / CARDS)
+    for name in BESIDE:
+        if (work / name).exists():
+            (work / name).replace(out / name)
+        elif name not in WRITTEN:  # of the old data
+            (out / name).unlink(missing_ok=True)
+    (work / CARD).replace(out / CARD)

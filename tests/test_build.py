@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.errors import UserError
 
 SEEDS = range(12)
+PUBLISHED = ["README.md", "SHA256SUMS", "cards", "croissant.json", "data"]
 HARDWARE: dict[str, Any] = {
     "hardware_id": "nvidia-h200", "device_kind": "cuda", "device_name": "NVIDIA H200", "device_count": 1,
     "compute_units": 132, "memory_gib": 139.8, "driver": "1", "runtime": "CUDA 13.0", "cpu_name": "cpu",
@@ -186,8 +188,12 @@ def test_other_files_of_the_folder_survive_and_old_data_goes(run, tmp_path):
     (out / "data" / "traces-train-00000-of-00009.parquet").write_bytes(b"old")
     (out / "schema.py").write_text("kept")
     build([run], out, seed=7)
+    (out / "leak_audit.json").write_text("of the old data")
+    (out / "cards" / "timeline-pose.svg").write_text("of the old data")
+    build([run], out, seed=7)
     assert (out / "schema.py").read_text() == "kept"
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", "data", "schema.py"]
+    assert sorted(path.name for path in out.iterdir()) == [*PUBLISHED, "schema.py"]
+    assert not (out / "cards" / "timeline-pose.svg").exists()
     assert not (out / "data" / "traces-train-00000-of-00009.parquet").exists()
 
 
@@ -344,6 +350,10 @@ def test_a_strangers_data_folder_is_not_replaced(run, tmp_path):
         ("data/mine.parquet", "mine.parquet does not belong"),
         ("README.md", "no data set's card"),
         ("data", "data"),
+        ("cards/mine.md", "mine.md does not belong"),
+        ("cards", "cards"),
+        ("croissant.json", "croissant.json would be replaced, but belongs to no data set"),
+        ("SHA256SUMS", "SHA256SUMS would be replaced"),
     ],
 )
 def test_files_of_others_are_not_replaced(run, tmp_path, name, part):
@@ -369,7 +379,9 @@ def test_a_failure_while_writing_leaves_the_old_data(run, tmp_path, monkeypatch)
     assert files(out) == before
 
 
-@pytest.mark.parametrize("stage", range(3), ids=["nothing moved", "old data moved", "new data moved"])
+@pytest.mark.parametrize(
+    "stage", range(5), ids=["nothing moved", "old data moved", "new data moved", "cards moved", "sums moved"]
+)
 def test_a_build_killed_in_its_swap_is_settled_by_the_next(run, tmp_path, stage):
     out = tmp_path / "out"
     build([run], out, seed=7)
@@ -384,13 +396,18 @@ def test_a_build_killed_in_its_swap_is_settled_by_the_next(run, tmp_path, stage)
         (out / "data").rename(work / "old")
     if stage >= 2:
         (work / "data").rename(out / "data")
+    if stage >= 3:
+        shutil.rmtree(out / "cards")
+        (work / "cards").rename(out / "cards")
+    if stage >= 4:
+        (work / "SHA256SUMS").replace(out / "SHA256SUMS")
 
     other = tmp_path / "other"
     shard(other, "a", [random_record(3)], hardware=HARDWARE | {"driver": "2"})
     with pytest.raises(UserError, match="disagree on hardware"):  # the next build fails, which undoes nothing
         build([run, other], out, seed=9)
-    assert files(out) == (new if stage == 2 else old)
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", "data"]
+    assert files(out) == (new if stage >= 2 else old)
+    assert sorted(path.name for path in out.iterdir()) == PUBLISHED
 
 
 def test_an_interrupt_between_two_renames_keeps_the_old_data(run, tmp_path, monkeypatch):

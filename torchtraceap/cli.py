@@ -17,7 +17,17 @@ from typing import Annotated
 import typer
 
 from torchtraceap import __version__, console
-from torchtraceap.commands import auditing, catalogue, checking, collecting, data, demo, quality, scoring
+from torchtraceap.commands import (
+    auditing,
+    catalogue,
+    checking,
+    collecting,
+    data,
+    demo,
+    describing,
+    quality,
+    scoring,
+)
 from torchtraceap.errors import UserError
 from torchtraceap.termination import terminable
 
@@ -53,7 +63,17 @@ def _start(
         typer.echo(context.get_help())
 
 
-for _module in (catalogue, checking, collecting, data, auditing, quality, scoring, demo):
+for _module in (
+    catalogue,
+    checking,
+    collecting,
+    data,
+    describing,
+    auditing,
+    quality,
+    scoring,
+    demo,
+):
     _module.add_to(app)
 
 

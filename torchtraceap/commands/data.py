@@ -11,6 +11,7 @@ import typer
 
 from torchtraceap import console
 from torchtraceap.commands._options import Force, Jobs, Json, Ray, Seed, check_output
+from torchtraceap.commands.describing import check_date, draw_trace
 from torchtraceap.errors import UserError
 from torchtraceap.parallel import HERE, Where, map_on
 
@@ -163,6 +164,12 @@ def build(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DATASET", help="Folder of the data set.")],
     seed: Seed = 0,
+    date: Annotated[
+        str,
+        typer.Option(
+            "--date", metavar="YYYY-MM-DD", help="Of the release, for the card.", show_default=False
+        ),
+    ] = "",
     jobs: Jobs = 1,
     ray: Ray = "",
     force: Force = False,
@@ -170,15 +177,17 @@ def build(
 ) -> None:
     """Build the data set that `datasets.load_dataset` reads from one or several runs."""
     check_output(out, force=force)
-    report = build_dataset(runs, out, seed=seed, where=Where(jobs, ray))
+    report = build_dataset(runs, out, seed=seed, where=Where(jobs, ray), date=check_date(date))
     if as_json:
         console.emit_json({**asdict(report), "out": str(out)})
     else:
         print_build(report, out)
 
 
-def build_dataset(runs: list[Path], out: Path, *, seed: int, where: Where = HERE) -> BuildReport:
-    """Build with progress on stderr."""
+def build_dataset(
+    runs: list[Path], out: Path, *, seed: int, where: Where = HERE, date: str = ""
+) -> BuildReport:
+    """Build with progress on stderr, and with pictures of traces."""
     from torchtraceap.dataset.build import build as build_from
 
     with console.progress() as bar:
@@ -191,6 +200,8 @@ def build_dataset(runs: list[Path], out: Path, *, seed: int, where: Where = HERE
             progress=lambda stage, done, total: bar.update(
                 task, description=stage, completed=done, total=total
             ),
+            date=date,
+            draw=draw_trace,
         )
 
 
