@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtraceap.collect.model import ZOO, ModelSpec, collate, describe, split_batch
 from torchtraceap.collect.zoo._batches import LARGEST, QUICK_GFLOP, ROOM_MB, SLOW_GFLOP, by_cost
+from torchtraceap.collect.zoo._diffusers import Reconstruction
 from torchtraceap.collect.zoo._measure import count
 from torchtraceap.dataset.schema import MODES
 from torchtraceap.errors import UserError
@@ -212,6 +213,21 @@ def test_model_steps(name: str) -> None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert _finite(gradients)
     assert any(bool(gradient.any()) for gradient in gradients)
+
+
+AUTOENCODERS = [spec for spec in ZOO if isinstance(spec.adapter, Reconstruction)]
+AUTOENCODERS.remove(ZOO["diffusers/autoencoder-svd"])  # builds some parameters on the CPU, wherever it is told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("spec", AUTOENCODERS, ids=lambda spec: spec.name)
+def test_what_is_reconstructed_has_the_size_of_what_was_given(spec: ModelSpec, kind: str) -> None:
+    batch = spec.make_batch(2, spec.size(kind), torch.Generator())
+    model = _build_on_meta(spec)
+    device = next(model.parameters()).device
+    output = spec.forward(model, {name: tensor.to(device) for name, tensor in batch.items()}, training=True)
+    assert output["reconstruction"].shape == output["pixels"].shape
 
 
 def test_frozen_batch_norms_fit_the_weights() -> None:
