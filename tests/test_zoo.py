@@ -216,7 +216,7 @@ def test_model_steps(name: str) -> None:
 
 
 AUTOENCODERS = [spec for spec in ZOO if isinstance(spec.adapter, Reconstruction)]
-AUTOENCODERS.remove(ZOO["diffusers/autoencoder-svd"])  # builds some parameters on the CPU, wherever it is told
+AUTOENCODERS.remove(ZOO["diffusers/autoencoder-svd"])  # some parameters stay on the CPU, wherever it is built
 
 
 @pytest.mark.slow
