@@ -146,7 +146,7 @@ def random_record(seed: int, events: int = 200, gpu: bool = True, state: State |
     unfused: list[int] = []
     for step in range(STEPS):
         first, last = events * step // STEPS, events * (step + 1) // STEPS
-        profiled = line.open(MAIN, Op(f"ProfilerStep#{step + 2}", "user_annotation"))
+        profiled = line.open(MAIN, Op(f"ProfilerStep#{step}", "user_annotation"))
         forward: list[int] = []
 
         line.stop = first + (last - first) // 3
@@ -196,26 +196,27 @@ def random_record(seed: int, events: int = 200, gpu: bool = True, state: State |
         )  # fmt: skip
 
     ratio = {"costly": 1.1, "benign": 1.001, "undecided": 1.012}[state]
-    pattern, variant = ("host_sync", "item") if gpu else ("recomputed_constant", "arange")
+    pattern, variant = ("host_sync", "item") if gpu else ("recomputed_constant", "position_table")
     chosen = [
         instance(pattern, variant, "local", "injected", state, ratio),
-        instance("redundant_copy", "needed_clone", "local", "lookalike", "benign", 1.0),
+        instance("redundant_copy", "views", "local", "lookalike", "benign", 1.0),
     ]
     members = [injected, lookalike]
     if seed % 2:
-        chosen.append(instance("unfused_optimizer", "foreach_off", "step", "injected", state, ratio))
+        chosen.append(instance("unfused_optimizer", "foreach", "step", "injected", state, ratio))
         members.append(unfused)
     segments = [
         segment
         for index, rows in enumerate(members)
         for segment in _segments(trace, index, [place[row] for row in rows])
     ]
+    source = ("timm", "torchvision", "transformers")[seed % 3]
     step_ms = float(np.median(np.diff(trace.step_bounds, axis=1))) / 1e6
     meta: dict[str, object] = {
         "trace_id": f"{rng.getrandbits(64):016x}",
-        "pair_id": f"pair{seed // 2:04d}",
-        "model": f"model{seed}",
-        "source": ("timm", "torchvision", "transformers")[seed % 3],
+        "pair_id": f"{random.Random(seed // 2).getrandbits(64):016x}",
+        "model": f"{source}/model{seed}",
+        "source": source,
         "task": TASKS[seed % len(TASKS)],
         "family": f"family{seed % 11}",
         "backbone_family": f"backbone{seed % 5}",

@@ -27,6 +27,7 @@ from torchtraceap.commands import (
     describing,
     quality,
     scoring,
+    verifying,
 )
 from torchtraceap.errors import UserError
 from torchtraceap.termination import terminable
@@ -68,6 +69,7 @@ for _module in (
     checking,
     collecting,
     data,
+    verifying,
     describing,
     auditing,
     quality,

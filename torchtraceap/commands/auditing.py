@@ -106,6 +106,9 @@ def audit(
         typer.Option("--examples", metavar="EXAMPLES", help="Folder that `traceap collect-audit` filled."),
     ] = None,
     seed: Seed = 0,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the outcome in DATASET, as leak_audit.json.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say whether the harness leaves something in published traces, and what metadata and lengths alone tell.
@@ -120,6 +123,10 @@ def audit(
     arms = audit_examples(files, seed=seed) if files else []
     metadata = audit_metadata(dataset, seed=seed)
     result = to_dict(arms, metadata)
+    if record:
+        from torchtraceap.dataset.audited import record_audit
+
+        console.note(f"wrote {record_audit(dataset, result)}")
     if as_json:
         console.emit_json(result)
     else:
