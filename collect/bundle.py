@@ -127,7 +127,7 @@ def make(checkout: Path, out: Path, target: Target) -> None:
     """
     try:
         project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise UserError(f"{checkout} is no checkout of the project: {error}") from None
     roots = [*project["dependencies"], *project["optional-dependencies"]["collect"]]
     with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +167,8 @@ def _pip(*words: str) -> None:
     command = [sys.executable, "-m", "pip", words[0], "--quiet", "--disable-pip-version-check", *words[1:]]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no message"]
+        said = done.stderr.strip().splitlines() or ["no message"]
+        lines = [line for line in said if line.startswith("ERROR")] or said[-1:]
         raise UserError(f"pip {words[0]} failed: {' '.join(lines)}")
 
 
@@ -200,7 +201,8 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path, required=True)
     options = parser.parse_args()
     try:
-        has = parse_freeze(options.have.read_text(encoding="utf-8")) if options.have else {}
+        # Other encodings than ours do no harm: names and versions of packages are ASCII.
+        has = parse_freeze(options.have.read_text("utf-8", "replace")) if options.have else {}
         make(options.checkout.resolve(), options.out, Target(options.python, options.machine, has))
     except (UserError, OSError) as error:
         console.note(f"bundle: {error}")

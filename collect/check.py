@@ -211,9 +211,14 @@ def read_report(path: Path) -> CheckReport:
         UserError: It is none.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=CheckReport)
-    except msgspec.DecodeError as error:
+        report = msgspec.json.decode(path.read_bytes(), type=CheckReport)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise UserError(f"{path} was not written by `traceap zoo check`: {error}") from None
+    if lacking := {"device_name", "cpu_cores", "torch"} - report.hardware.keys():
+        raise UserError(
+            f"{path} was not written by `traceap zoo check`: its hardware lacks {', '.join(sorted(lacking))}"
+        )
+    return report
 
 
 def _hardware(device: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from torchtraceap import console
 from torchtraceap.collect.check import STATES, CheckReport, read_report
 from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
 from torchtraceap.dataset.schema import TASKS
@@ -152,8 +153,11 @@ def _checks(reports: Mapping[str, CheckReport]) -> Iterator[str]:
 
 
 def _line(*cells: str) -> str:
-    """A row of a table of Markdown; text of others stays what it is."""
-    escaped = (re.sub(r"([|*_<>\[\]\\])", r"\\\1", cell) if cell[:1] != "`" else cell for cell in cells)
+    """A row of a table of Markdown; text of others stays what it is, and in its row."""
+    escaped = (
+        re.sub(r"[|]" if cell[:1] == "`" else r"[|*_<>\[\]\\]", r"\\\g<0>", console.visible(cell))
+        for cell in cells
+    )
     return f"| {' | '.join(escaped)} |"
 
 

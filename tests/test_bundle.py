@@ -162,3 +162,20 @@ def test_another_version_than_was_counted_on_is_noted(made: Path, tmp_path: Path
 def test_usage(made: Path) -> None:
     done = run(sys.executable, made, "--help")
     assert (done.returncode, "usage: python3 BUNDLE.pyz FOLDER" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--checkout", "."], "is no checkout of the project: "),
+        (["--checkout", ".", "--have", "missing"], "No such file or directory: 'missing'"),
+    ],
+)
+def test_what_a_bundle_cannot_be_made_of_is_told(tmp_path: Path, words: list[str], says: str) -> None:
+    (tmp_path / "pyproject.toml").write_text("project = [")
+    command = [sys.executable, "-m", "torchtraceap.collect.bundle", *words, "-o", "bundle.pyz"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "bundle.pyz").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torchtraceap.collect.model import ZOO
 from torchtraceap.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
+REPORT = {"device": "cpu", "hardware": {}, "date": "", "lanes": 1, "time_limit": 1.0, "models": []}
 
 
 def test_the_page_is_current() -> None:
@@ -89,3 +91,27 @@ def test_what_is_not_in_the_zoo_is_refused_by_name(wrong: dict[str, str]) -> Non
 def test_bounds_the_wrong_way_round_are_refused() -> None:
     with pytest.raises(UserError, match="--min-params 3 is above --max-params 2"):
         select(min_params=3, max_params=2)
+
+
+@pytest.mark.parametrize("text", ['{"hardware":{"a":' + "[" * 100_000 + "]" * 100_000 + "}}", "hardware"])
+def test_what_is_no_result_of_a_check_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "check.json").write_text(json.dumps(REPORT) if text == "hardware" else text)
+    with pytest.raises(UserError, match=r"check\.json was not written by `traceap zoo check`: "):
+        page([tmp_path / "check.json"])
+
+
+def test_text_of_others_stays_in_its_row(tmp_path: Path) -> None:
+    hardware = {"device_name": "A|B\x1b[31m", "cpu_cores": 2, "torch": "2"}
+    models = [{"model": "a|b\n# c", "state": "failed", "reason": "no\n\n# heading"}]
+    report = {
+        "device": "cpu",
+        "hardware": hardware,
+        "date": "",
+        "lanes": 1,
+        "time_limit": 1.0,
+        "models": models,
+    }
+    (tmp_path / "check.json").write_text(json.dumps(report))
+    text = page([tmp_path / "check.json"])
+    assert "\x1b" not in text
+    assert "| failed | no\\\\n\\\\n# heading | `a\\|b\\n# c` |" in text
