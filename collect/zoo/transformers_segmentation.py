@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from torchtraceap.collect.model import Adapter, BatchSizes
-from torchtraceap.collect.zoo._batches import HEAVY, MEDIUM, NO_CPU_TRAINING
+from torchtraceap.collect.zoo._batches import HEAVY, LARGE, MEDIUM, NO_CPU_TRAINING
 from torchtraceap.collect.zoo._images import Segmentation
 from torchtraceap.collect.zoo._masks import BoxesWithMasks, MaskSet, PhraseToMask, PointToMask
 from torchtraceap.collect.zoo._transformers import Config, add
@@ -331,7 +331,7 @@ ROWS: list[tuple[str, str, Config, str, str, float, Adapter, Sizes, BatchSizes]]
      "rf_detr", "dinov2", 38.11, INSTANCE, ((624, 624), (240, 240)), NO_CPU_TRAINING),
     ("sam-base", "SamModel", SAM_BASE, "sam", "vit", 93.74, POINT, ANYTHING, NO_CPU_TRAINING),
     ("sam-large", "SamModel", SAM_LARGE, "sam", "vit", 312.34, POINT, ANYTHING, NO_CPU_TRAINING),
-    ("sam-huge", "SamModel", SAM_HUGE, "sam", "vit", 641.09, POINT, ANYTHING, NO_CPU_TRAINING),
+    ("sam-huge", "SamModel", SAM_HUGE, "sam", "vit", 641.09, POINT, ANYTHING, LARGE),
     ("sam-hq-base", "SamHQModel", SAM_BASE, "sam", "vit", 94.81, POINT, ANYTHING, NO_CPU_TRAINING),
     ("sam2-hiera-tiny", "Sam2Model", _sam2(96, 1, [1, 2, 7, 2], [5, 7, 9]),
      "sam2", "hiera", 31.44, POINT, ANYTHING, NO_CPU_TRAINING),
