@@ -47,8 +47,10 @@ class RunFolder:
         Raises:
             UserError: It cannot be written, as the disk is full, say.
         """
+        line = msgspec.json.encode(entry) + b"\n"
         try:
-            self._log.write(msgspec.json.encode(entry) + b"\n")
+            while line:  # a disk with little room left takes a part, and says why only when asked again
+                line = line[self._log.write(line) :]
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self.full() from error
