@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from torchtraceap import console
-from torchtraceap.commands._options import Dataset
+from torchtraceap.commands._options import Dataset, Json
 from torchtraceap.errors import UserError
 
 if TYPE_CHECKING:
+    from torchtraceap.dataset.publish import Publication
     from torchtraceap.dataset.trace import TraceRecord
 
 PICTURE_WIDTH = 1000
@@ -24,6 +25,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 def add_to(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("cards", epilog="Example: traceap cards dataset")(cards)
+    app.command("publish", epilog="Example: traceap publish my-lab/torchtraceap dataset --dry-run")(publish)
 
 
 def cards(dataset: Dataset) -> None:
@@ -33,6 +35,62 @@ def cards(dataset: Dataset) -> None:
 
     describe_again(dataset, SCHEMAS, draw=draw_trace)
     print(f"{console.visible(dataset)}: described anew")
+
+
+def publish(
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Of the data set on the Hugging Face Hub.")],
+    dataset: Dataset,
+    tag: Annotated[
+        str, typer.Option("--tag", help="Instead of v and the version of the data set.", show_default=False)
+    ] = "",
+    revision: Annotated[
+        str, typer.Option("--revision", metavar="BRANCH", help="Made if there is none.")
+    ] = "main",
+    public: Annotated[bool, typer.Option("--public", help="Let everybody see it, not only ORG.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Verify, list what belongs to it, send nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Upload a data set to the Hugging Face Hub, in one commit with a tag, if it keeps what it promises.
+
+    The token is that of `hf auth login` or HF_TOKEN. An upload that broke off goes on when the command is
+    run again.
+    """
+    from torchtraceap.dataset.publish import publish as publish_folder
+
+    with console.progress() as bar:
+        task = bar.add_task("reading")
+        done = publish_folder(
+            dataset,
+            repo,
+            tag=tag,
+            branch=revision,
+            public=public,
+            dry_run=dry_run,
+            progress=lambda stage, done, total: bar.update(
+                task, description=stage, completed=done, total=total
+            ),
+        )
+    if as_json:
+        console.emit_json(done)
+    else:
+        print_publication(done)
+
+
+def print_publication(done: Publication) -> None:
+    """What was sent, or would be."""
+    size = sum(file.size for file in done.files) / 1e6
+    where = f"{done.repo} ({'private' if done.private else 'public'}), branch {done.branch}, tag {done.tag}"
+    if not done.commit:
+        for file in done.files:
+            print(f"{file.size:>12,}  {console.visible(file.name)}")
+        print(f"would send {len(done.files)} files, {size:.1f} MB, to {where}")
+    elif done.sent or done.removed:
+        removed = f", {len(done.removed)} removed" if done.removed else ""
+        print(f"{len(done.sent)} of {len(done.files)} files sent{removed}: {where}, commit {done.commit}")
+    else:
+        print(f"{len(done.files)} files, {size:.1f} MB, were there already: {where}, commit {done.commit}")
 
 
 def check_date(date: str) -> str:
