@@ -44,7 +44,7 @@ LARGE: BatchSizes = {
     "gpu": {"train": (2,), "infer": (1, 4)},
     "cpu": {"train": (), "infer": ()},
 }
-"""One to three billion parameters: with gradients and optimizer states, 40 GB. And what takes a CPU minutes."""
+"""One to three billion parameters (with gradients and optimizer states 40 GB), or minutes a step on a CPU."""
 
 LARGEST = 256
 """Samples a batch at most: more of a small model's would be a test of the loader."""
