@@ -38,6 +38,7 @@ from torchtraceap.dataset.pictures import Draw
 from torchtraceap.dataset.rows import segment_table
 from torchtraceap.dataset.shards import CostTests, InstanceKey, read_session, shards_of, traces_of
 from torchtraceap.dataset.trace import TraceRecord
+from torchtraceap.dataset.verify import Report, verify
 from torchtraceap.dataset.windows import WINDOWS, window_table
 from torchtraceap.errors import UserError
 from torchtraceap.labels.markers import PREFIX
@@ -47,11 +48,14 @@ MEMORY = ("memory_gib", "ram_gib")
 """Columns of the hardware that may grow between visits to one machine: virtual ones get theirs by and by."""
 
 TRACES_PER_FILE = 256
+LATER = ("audit",)
+"""Promises that are kept once the data set is there. Those about events have been checked shard by shard."""
+
 WORK = (".build-", ".tmp")
 """How the names of folders begin and end in which a build writes, within the data set's."""
 
 Progress = Callable[[str, int, int], None]
-"""Told the stage (``checking`` shards, then ``writing`` traces), how many are done, and of how many."""
+"""Told the stage (``checking`` shards, ``writing`` traces, ``verifying``), how many are done, of how many."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,24 @@ def _build(
         segments=writer.segments,
         size_bytes=sum(path.stat().st_size for path in (work / "data").iterdir()),
     )
+    tell("verifying", 0, 1)
+    _require_kept(verify(work, 0, where=where, leave_out=LATER))
+    tell("verifying", 1, 1)
     _swap(work, out)
     return report
+
+
+def _require_kept(report: Report) -> None:
+    """Refuse to publish what breaks a promise.
+
+    Raises:
+        UserError: A check failed; names it, and what it found first.
+    """
+    for check in report.failures:
+        raise UserError(
+            f"the data set would not keep what it promises, {check.name}: {check.violations[0]}; remove the "
+            "shards that this comes from and collect their workloads again"
+        )
 
 
 @dataclass(frozen=True)

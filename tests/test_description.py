@@ -11,7 +11,7 @@ from pathlib import Path
 import mlcroissant
 import numpy as np
 import pytest
-from test_build import HARDWARE, _catalogue, shard  # noqa: F401  the fixture stands for the catalogue
+from test_build import HARDWARE, shard
 from traces import random_record
 
 from torchtraceap.cli import main
@@ -32,7 +32,7 @@ CPU = HARDWARE | {
 
 
 def records() -> list[TraceRecord]:
-    found = [random_record(seed) for seed in range(12)]
+    found = [random_record(seed, gpu=seed < 8) for seed in range(12)]
     for seed, record in enumerate(found):
         record.meta["backbone_family"] = f"backbone{seed // 2}"
         record.meta["task"] = ("classification", "pose")[seed >= 6]

@@ -397,11 +397,13 @@ def test_other_texts_are_not(text):
 def test_the_name_of_this_host_is_private(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "frodo-3.example.org")
     _texts._kinds.cache_clear()
+    _texts._found.cache_clear()
     try:
         assert list(private(["made on frodo-3"])) == ["the name of this user or host in 'made on frodo-3'"]
         assert list(private(["frodo-35", "xfrodo-3"])) == []
     finally:
         _texts._kinds.cache_clear()
+        _texts._found.cache_clear()
 
 
 def test_an_audit_is_recorded_beside_its_data_alone(dataset):

@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache
 
 from torchtraceap.labels.markers import PREFIX
 
@@ -28,6 +28,9 @@ _PRIVATE = {
     "an address in memory": r"\b0x[0-9a-fA-F]{7,16}\b",
     "a serial number": r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
 }
+_SHAPES = re.compile(r"[\d\[\], -]*")
+"""Most texts are lists of numbers, which say nothing."""
+
 _COMMON = frozenset({"root", "user", "admin", "ubuntu", "runner", "localhost", "docker", "nobody", "host"})
 """Names of users and hosts that say nothing."""
 
@@ -50,9 +53,16 @@ def _kinds() -> dict[str, re.Pattern[str]]:
 def private(texts: Iterable[str], allowed: frozenset[str] = frozenset()) -> Iterator[str]:
     """What each of the texts holds that it may not, in words, but for the kinds that are ``allowed``."""
     for text in dict.fromkeys(texts):
-        for kind, pattern in _kinds().items():
-            if kind not in allowed and (match := pattern.search(text)):
-                yield f"{kind} in {_cut(text, match.start())!r}"
+        for kind, at in () if _SHAPES.fullmatch(text) else _found(text):
+            if kind not in allowed:
+                yield f"{kind} in {_cut(text, at)!r}"
+
+
+@lru_cache(maxsize=1 << 16)  # traces share most of their names
+def _found(text: str) -> list[tuple[str, int]]:
+    """Each private kind in a text, and where."""
+    matches = ((kind, pattern.search(text)) for kind, pattern in _kinds().items())
+    return [(kind, match.start()) for kind, match in matches if match]
 
 
 def markers(texts: Iterable[str]) -> Iterator[str]:
