@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchtraceap import __version__
 from torchtraceap.dataset import schema as tables
 from torchtraceap.dataset.rows import record_from_row, row_from_record
 from torchtraceap.dataset.trace import TraceRecord
@@ -294,9 +295,14 @@ def _require_version(path: Path, version: str | None) -> None:
         raise UserError(f"{path} holds no schema version: torchtraceap did not write it")
     if int(version) != tables.SCHEMA_VERSION:
         newer = int(version) > tables.SCHEMA_VERSION
+        advice = (
+            "update it, or take a release of the data made for this one"
+            if newer
+            else "read it with an older one, or collect it again"
+        )
         raise UserError(
-            f"{path} has schema version {version}, this torchtraceap reads {tables.SCHEMA_VERSION}: "
-            f"{'update it' if newer else 'read it with an older one, or collect it again'}"
+            f"{path} has schema version {version}, this torchtraceap {__version__} reads "
+            f"{tables.SCHEMA_VERSION}: {advice} (CHANGELOG.md says which version has which)"
         )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtraceap import __version__
+from torchtraceap.dataset.schema import SCHEMA_VERSION
 from torchtraceap.eval.scorer import score
 from torchtraceap.eval.submission import read_submission
 from torchtraceap.eval.truth import Truth
@@ -54,3 +56,17 @@ def test_relative_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_the_changelog_has_its_form_and_names_the_versions():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *releases = re.findall(r"^## (.*)$", text, re.M)
+    assert first == "Unreleased"
+    dated = [re.fullmatch(r"(\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", heading) for heading in releases]
+    assert all(dated), releases
+    assert next(found[1] for found in dated if found) == __version__
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", text, re.M)) <= kinds
+    schemas = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.M)
+    assert [int(number) for number, _ in schemas] == list(range(1, SCHEMA_VERSION + 1))
+    assert {version for _, version in schemas} <= {first, *(found[1] for found in dated if found)}
