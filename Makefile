@@ -37,12 +37,19 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 test: env ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -m 'not slow' -n $(JOBS)
 
+SAMPLE ?= 20
+
+.PHONY: verify
+verify: env ## check what dataset/ promises: its files, all traces, and the events of SAMPLE of them
+	$(BIN)/traceap verify dataset --sample $(SAMPLE) --jobs $(JOBS)
+
 .PHONY: test-all
-test-all: env ## run all tests (inductor, Ray, kill tests: minutes)
+test-all: env ## run all tests (inductor, Ray, kill tests: minutes), and verify all of dataset/
 	@$(BIN)/python -c 'import ray' 2>/dev/null || { \
 		echo 'make test-all: adding Ray to $(VENV)'; \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[collect,dev,scale]'; }
 	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/traceap verify dataset --jobs $(JOBS)
 
 .PHONY: lint
 lint: env types ## check style, format and types
