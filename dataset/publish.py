@@ -113,7 +113,7 @@ def publish(
     _require_verified(folder, progress)
     with _explained(repo):
         if not exists:
-            api.create_repo(repo, repo_type=KIND, private=not public)
+            _create(api, repo, public)
         return _upload(api, folder, repo, tag, branch, files, private=not public)
 
 
@@ -173,6 +173,17 @@ def _require_fitting(api: HfApi, repo: str, public: bool) -> bool:
             f"changed on its page alone{hint}"
         )
     return True
+
+
+def _create(api: HfApi, repo: str, public: bool) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api.create_repo(repo, repo_type=KIND, private=not public)
+    except HfHubHTTPError as error:
+        if error.response.status_code == 409:  # it was not to be seen before
+            raise UserError(f"{repo} exists, but the token may not see it: choose another name") from None
+        raise
 
 
 def _upload(

@@ -60,6 +60,7 @@ class Hub:
         user: Whose token :data:`TOKEN` is.
         writable: Organisations that the user may write to.
         before_put: Called with the number of the upload of a large file before it is taken.
+        hidden: Repositories that the user may not see.
         forget: A path that commits leave out, as if it were ignored.
         requests: Method and path of each.
     """
@@ -67,6 +68,7 @@ class Hub:
     user: str = "ada"
     writable: tuple[str, ...] = ("ada", "lab")
     before_put: Callable[[int], None] = lambda number: None
+    hidden: tuple[str, ...] = ()
     forget: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     large: dict[str, bytes] = field(default_factory=dict)
@@ -175,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"url": f"{self.hub.url}/datasets/{name}"}
 
     def _require(self, name: str) -> Repository:
-        if name not in self.hub.repositories:
+        if name not in self.hub.repositories or name in self.hub.hidden:
             raise Answer(404, "Repository not found", "RepoNotFound")
         return self.hub.repositories[name]
 

@@ -154,6 +154,15 @@ def test_a_repository_of_something_else_is_left_alone(hub: Hub, dataset: Path, p
     assert not hub.repositories[NAME].tags
 
 
+def test_a_repository_that_the_token_may_not_see_is_left_alone(
+    hub: Hub, dataset: Path, publish: Publish
+) -> None:
+    hub.create(NAME, True)
+    hub.hidden = (NAME,)
+    assert f"{NAME} exists, but the token may not see it" in publish.refused(NAME, dataset)
+
+
+@pytest.mark.slow
 def test_a_killed_upload_goes_on_and_sends_nothing_twice(hub: Hub, dataset: Path) -> None:
     stuck = threading.Event()
     free = threading.Event()
