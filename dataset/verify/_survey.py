@@ -23,7 +23,10 @@ COLUMNS = [name for name in schema.TRACES.names if name != "events"] + ["events.
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a trace; ``record`` has no events, ``steps`` the names of its ProfilerSteps."""
+    """What is known of a trace; of its trace ``record`` has the lanes alone.
+
+    ``steps`` holds the names of its ProfilerSteps, ``markers`` and ``private`` what is wrong with its texts.
+    """
 
     split: str
     path: Path
@@ -82,6 +85,7 @@ def _survey(row: dict[str, Any], split: str, path: Path, group: int) -> Surveyed
     if any(not 0 <= s.lane < len(lanes) for s in record.segments):
         return f"{where}: a segment names a lane that does not exist"
     texts = list(_texts_of(record))
+    record.trace = Trace(lanes, [], _no_events())  # operators of all traces would take most of the memory
     return Seen(
         split=split,
         path=path,
