@@ -109,6 +109,17 @@ def footer(folder: Path) -> None:
     seal(folder)
 
 
+def noted(folder: Path) -> None:
+    """Write a remark at a column."""
+    path = folder / shard_path("hardware", "test")
+    rows = pq.read_table(path)
+    said = {key: value for key, value in pq.read_metadata(path).metadata.items() if b"torchtraceap" in key}
+    field = rows.schema.field("torch").with_metadata({"by": "alice"})
+    schema = rows.schema.set(rows.schema.get_field_index("torch"), field).with_metadata(said)
+    pq.write_table(rows.cast(schema), path)
+    seal(folder)
+
+
 def not_nested(record: TraceRecord) -> None:
     """Give the last event of the main thread the first step as parent, which is over by then."""
     events = record.trace.events
@@ -186,6 +197,7 @@ BROKEN: list[tuple[str, Callable[[Path], None], str]] = [
     ),
     ("checksums", lambda folder: (folder / "cards" / "extra.svg").touch(), "cards/extra.svg is not named"),
     ("schema", footer, "says more of itself than it may: torchtraceap.session"),
+    ("schema", noted, "has notes at torch"),
     ("card", text("README.md", "| train | ", "| train | 1"), "train: traces is 1"),
     ("card", text("README.md", " labelled segments", "1 labelled segments"), "labelled segments"),
     ("card", text("README.md", "num_examples: ", "num_examples: 1"), "dataset_info in the YAML"),
@@ -256,6 +268,25 @@ def test_a_file_that_is_missing_ends_the_checks_of_what_is_in_files(dataset):
     assert {check.name for check in report.checks if check.state == "not made"} == {
         *list(PROMISES)[list(PROMISES).index("ids") :], "card",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"schema_version": "3"}, "has schema version 3, "),
+        ({"schema_version": "none"}, "holds no schema version"),
+        ({"canary": "another"}, "has no canary, or another one"),
+    ],
+)
+def test_files_of_another_kind_are_told(dataset, said, told):
+    path = dataset / shard_path("segments", "train")
+    old = {key: value for key, value in pq.read_metadata(path).metadata.items() if b"torchtraceap" in key}
+    new = {f"torchtraceap.{key}".encode(): value for key, value in said.items()}
+    pq.write_table(pq.read_table(path).replace_schema_metadata({**old, **new}), path)
+    failed = {check.name: check.violations for check in verify(dataset).failures}
+    assert len(failed["schema"]) == 1
+    assert told in failed["schema"][0]
+    assert "segments" not in failed  # what cannot be read is not judged
 
 
 @pytest.mark.parametrize("config", ["traces", "windows"])

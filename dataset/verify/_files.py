@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtraceap.dataset import audited, checksums, schema
@@ -20,6 +22,8 @@ from torchtraceap.errors import UserError
 
 FOOTER = {"torchtraceap.schema_version", "torchtraceap.canary", "ARROW:schema"}
 """Keys that the footer of a file may have: anything more may tell what nobody checks."""
+
+_WRITERS = re.compile(r"parquet-(cpp-arrow|rs|mr|go) version [\w.+-]{1,30}( \(build [0-9a-f]*\))?$")
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -87,12 +91,17 @@ def _misshapen(path: Path) -> Iterator[str]:
         yield "has no canary, or another one"
     with pq.ParquetFile(path) as file:
         expected = SCHEMAS[config]
-        if not file.schema_arrow.equals(expected):
-            yield f"has other columns than the config {config}: {_difference(file.schema_arrow, expected)}"
+        found = file.schema_arrow.remove_metadata()  # the footer, which has its own check
+        if not found.equals(expected):
+            yield f"has other columns than the config {config}: {_difference(found, expected)}"
             return
+        if noted := [field.name for field in found if any(_notes(field))]:
+            yield f"has notes at {', '.join(noted)}"
         keys = {key.decode("utf-8", "replace") for key in file.metadata.metadata or {}}
         if more := sorted(keys - FOOTER):
             yield f"says more of itself than it may: {', '.join(more)}"
+        if not _WRITERS.match(file.metadata.created_by):
+            yield f"says that {file.metadata.created_by} wrote it, no known writer"
         rows = [file.metadata.row_group(index).num_rows for index in range(file.metadata.num_row_groups)]
     if config == "traces":
         if max(rows, default=0) > TRACES_PER_GROUP:
@@ -101,6 +110,14 @@ def _misshapen(path: Path) -> Iterator[str]:
     table = read_table(path, expected)
     if nulls := [name for name in expected.names if table.column(name).null_count]:
         yield f"has nulls in {', '.join(nulls)}"
+
+
+def _notes(field: pa.Field) -> Iterator[bytes]:
+    """Keys of what is said of a column, or inside of one, but for the number that Parquet gives it."""
+    yield from (key for key in field.metadata or {} if key != b"PARQUET:field_id")
+    kind = field.type
+    for index in range(kind.num_fields):
+        yield from _notes(kind.field(index))
 
 
 def _difference(found: Any, expected: Any) -> str:
