@@ -1,13 +1,13 @@
 """All that describes a data set, written beside its tables: card, pages, pictures, Croissant, checksums.
 
 ``traceap build`` writes it with the tables, ``traceap cards`` anew from them. It depends on the tables and on
-the facts of the build alone, so :func:`outdated` can tell whether it still is what they say.
+the facts of the build alone: the same tables give the same pages to the byte.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +83,6 @@ def describe_again(
     """
     facts = facts or read_facts(folder)
     describe(folder, schemas, *read_released(folder), facts, draw)
-
-
-def outdated(folder: Path, schemas: Mapping[str, pa.Schema]) -> Iterator[str]:
-    """A line for each page that is not what the tables say. Timelines are not drawn anew.
-
-    Raises:
-        UserError: As for :func:`describe_again`.
-    """
-    released, hardware = read_released(folder)
-    tasks = sorted(file.stem.removeprefix("timeline-") for file in (folder / CARDS).glob("timeline-*.svg"))
-    for name, text in _pages(folder, schemas, released, hardware, read_facts(folder), tasks).items():
-        path = folder / name
-        if not path.is_file():
-            yield f"{name} is missing"
-        elif path.read_text("utf-8", "replace") != text:
-            yield f"{name} is not what the tables say"
 
 
 def read_facts(folder: Path) -> Facts:
