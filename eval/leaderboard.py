@@ -48,12 +48,15 @@ def ranked(results: Sequence[ScoreResult]) -> list[ScoreResult]:
     return sorted(results, key=key)
 
 
-def leaderboard(results: Sequence[ScoreResult], columns: Sequence[str] = tuple(COLUMNS)) -> Table:
+def leaderboard(
+    results: Sequence[ScoreResult], columns: Sequence[str] = tuple(COLUMNS), *, intervals: bool = True
+) -> Table:
     """A table of scores, under each its 95 % interval.
 
     Args:
         results: Scored alike; their cards are untrusted and are escaped.
         columns: Names of metrics.
+        intervals: Whether there is room for them; without, all scores fit into 80 characters.
 
     Raises:
         UserError: As for :func:`ranked`, or an unknown metric.
@@ -65,21 +68,27 @@ def leaderboard(results: Sequence[ScoreResult], columns: Sequence[str] = tuple(C
     bare = any(result.scores[name].value is None for result in order for name in columns)
     rule = order[0].class_rule
     classes = ", ".join(f"{len(names)} {scope} ({rule[scope]})" for scope, names in order[0].classes.items())
+    notes = [f"classes: {classes}"]
+    if intervals:
+        notes.append(f"95 % intervals over {order[0].counts['split_units']} split units")
+    if bare:
+        notes.append("a dash: too little to be found here for that score")
     table = Table(
         title=f"{order[0].provenance['split']}: {order[0].counts['traces']} traces",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption=f"classes: {classes}; 95 % intervals over {order[0].counts['split_units']} split units"
-        + ("; -: too little to be found here for that score" if bare else ""),
+        padding=0,
+        caption="\n".join(notes),
     )
-    table.add_column("#", justify="right")
-    table.add_column("detector", overflow="fold")
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("detector", overflow="fold", min_width=10)
     for name in columns:
+        heading = ALL_COLUMNS.get(name, name).replace(" ", "\n")
         arrow = "" if METRIC_BY_NAME[name].higher_is_better else " ↓"
-        table.add_column(f"{ALL_COLUMNS.get(name, name)}{arrow}", justify="right", no_wrap=True)
+        table.add_column(heading + arrow, justify="right", no_wrap=True)
     for rank, result in enumerate(order, start=1):
-        name = safe(f"{result.card.name} {result.card.version}")
-        table.add_row(str(rank), name, *(_cell(result.scores[column]) for column in columns))
+        card = f"{safe(result.card.name)}\n[dim]{safe(result.card.version)}[/]"
+        cells = (_cell(result.scores[column], intervals) for column in columns)
+        table.add_row(str(rank), card, *cells)
     return table
 
 
@@ -96,9 +105,9 @@ def leaderboard_dict(results: Sequence[ScoreResult]) -> dict[str, Any]:
     return {"ranking_metric": RANKING_METRIC, "rows": rows}
 
 
-def _cell(score: Score) -> str:
+def _cell(score: Score, intervals: bool) -> str:
     if score.value is None:
         return "-"
-    if score.low is None or score.high is None:
+    if not intervals or score.low is None or score.high is None:
         return f"{score.value:.3f}"
     return f"{score.value:.3f}\n[dim]{score.low:.2f}–{score.high:.2f}[/]"

@@ -19,13 +19,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from traces import random_record
 
+from torchtraceap import console
+from torchtraceap.commands.scoring import print_leaderboard
 from torchtraceap.dataset import schema
 from torchtraceap.dataset.build import segment_table
 from torchtraceap.dataset.features import shard_path
 from torchtraceap.dataset.parquet import write_table, write_traces
 from torchtraceap.dataset.windows import WINDOWS, window_table
 from torchtraceap.errors import UserError
-from torchtraceap.eval.leaderboard import leaderboard, leaderboard_dict, ranked
+from torchtraceap.eval.leaderboard import ALL_COLUMNS, leaderboard, leaderboard_dict, ranked
 from torchtraceap.eval.metrics import METRIC_BY_NAME, METRICS, RANKING_METRIC
 from torchtraceap.eval.scorer import ClassRule, ScoreResult, compare, score
 from torchtraceap.eval.submission import Detection, Submission, SubmissionCard, WindowScore
@@ -702,11 +704,11 @@ def test_leaderboard_ranks_and_escapes() -> None:
     worse = score(MANY, Submission.of(evil, found(1)), resamples=20)
     better = result(MANY, *found(3), resamples=20)
     assert ranked([worse, better]) == [better, worse]
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(leaderboard([worse, better]))
-    text = console.export_text()
+    screen = Console(width=120, record=True, file=io.StringIO())
+    screen.print(leaderboard([worse, better]))
+    text = screen.export_text()
     assert "[red]x[/red]" in text
-    assert text.index("d 1") < text.index("[red]x")
+    assert text.index(" d ") < text.index("[red]x")
     rows = leaderboard_dict([worse, better])["rows"]
     assert [one["rank"] for one in rows] == [1, 2]
     assert rows[0]["to_next"][RANKING_METRIC]["value"] == pytest.approx(2 / 16)
@@ -715,6 +717,20 @@ def test_leaderboard_ranks_and_escapes() -> None:
         leaderboard([better], ["nope"])
     with pytest.raises(UserError, match="at least one"):
         ranked([])
+
+
+def test_leaderboard_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = CARD.model_copy(update={"name": "everything"})
+    scored = score(MANY, Submission.of(card, found(1)), resamples=20)
+    for width, intervals in ((80, False), (120, True)):
+        screen = Console(width=width, record=True, file=io.StringIO())
+        monkeypatch.setattr(console, "out", lambda screen=screen: screen)
+        print_leaderboard([scored], tuple(ALL_COLUMNS))
+        text = screen.export_text()
+        assert " everything " in text
+        assert ("0.00–0.00" in text) is intervals
+        assert "accuracy" in text
+        assert "…" not in text
 
 
 def test_without_a_local_class_the_f1_of_steps_ranks() -> None:

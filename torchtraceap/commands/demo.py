@@ -61,7 +61,7 @@ def demo(
     """Collect small models, label and build, load with `datasets`, run detectors, score and report."""
     from torchtraceap.collect.runner import collect
     from torchtraceap.dataset.schema import ALL_SPLITS
-    from torchtraceap.eval.leaderboard import ALL_COLUMNS, leaderboard
+    from torchtraceap.eval.leaderboard import ALL_COLUMNS
 
     check_output(out, force=resume)
     run, dataset = out / "run", out / "dataset"
@@ -103,7 +103,7 @@ def demo(
         scoring.run_detector(dataset, path.name, path, split=ALL_SPLITS)
     results = scoring.score_all(dataset, submissions, split=ALL_SPLITS, resamples=RESAMPLES, seed=seed)
     # Of few traces the scores of steps and traces say something where those of segments have no class yet.
-    console.out().print(leaderboard(results, tuple(ALL_COLUMNS)))
+    scoring.print_leaderboard(results, tuple(ALL_COLUMNS))
 
     console.note("5/5 report")
     page = out / "report.html"

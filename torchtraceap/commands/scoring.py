@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,7 +84,7 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Score submissions and rank them."""
-    from torchtraceap.eval.leaderboard import leaderboard, leaderboard_dict
+    from torchtraceap.eval.leaderboard import COLUMNS, leaderboard_dict
 
     results = score_all(
         dataset, submissions, split=split, slice_name=slice_name, resamples=resamples, seed=seed
@@ -91,7 +92,19 @@ def score(
     if as_json:
         console.emit_json(leaderboard_dict(results))
     else:
-        console.out().print(leaderboard(results))
+        print_leaderboard(results, tuple(COLUMNS))
+
+
+def print_leaderboard(results: Sequence[ScoreResult], columns: Sequence[str]) -> None:
+    """Print a table of scores, with intervals if the terminal is wide enough for them."""
+    from rich.measure import Measurement
+
+    from torchtraceap.eval.leaderboard import leaderboard
+
+    screen = console.out()
+    table = leaderboard(results, columns)
+    needed = Measurement.get(screen, screen.options.update(width=sys.maxsize), table).minimum
+    screen.print(table if needed <= screen.width else leaderboard(results, columns, intervals=False))
 
 
 def score_all(
