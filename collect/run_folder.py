@@ -107,7 +107,7 @@ def _write_or_match(run: Path, plan: Sequence[Named], resume: bool) -> None:
             raise UserError(f"{run} holds a run already: add --resume to finish it, or choose another folder")
         if path.read_bytes() != encoded:
             raise UserError(
-                f"{run} holds a run of another plan: repeat its options, or choose another folder"
+                f"{run} holds a run of another plan: repeat its options, choose another folder, or remove it"
             )
     else:
         with replacing(path) as temporary:
