@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,9 +28,9 @@ from torchtraceap.collect import CHECK_TIME_LIMIT
 from torchtraceap.collect.failures import Failed, Failure, describe
 from torchtraceap.collect.model import ZOO, Adapter, Batch, DeviceKind, ModelSpec
 from torchtraceap.collect.plan import in_turns
-from torchtraceap.collect.processes import locked
 from torchtraceap.collect.run_folder import LogLine, read_log
 from torchtraceap.collect.runner import JobEvent, RunReport, Work, run_jobs
+from torchtraceap.collect.turn import Turn
 from torchtraceap.dataset.schema import MODES
 from torchtraceap.errors import UserError
 from torchtraceap.files import write_text
@@ -275,17 +275,17 @@ def run_request(request: Request, progress: Callable[[str], None]) -> dict[str, 
     begin = time.monotonic()
     built = _built(spec)
     build_s = time.monotonic() - begin
-    gate = Path(request.gate) if request.gate else None
+    turn = Turn(Path(request.gate) if request.gate else None, progress)
 
     tried: dict[Case, tuple[Stepped, Failure | None]] = {}
-    with _beside_others(gate, progress):
+    with turn.taken(shared=True):
         tried.update(_step_all(built, one.cases, device, progress))
     again = [case for case, (_, failure) in tried.items() if failure and failure.kind == "out_of_memory"]
-    if again and gate is not None:
+    if again and request.gate:
         built = _built(spec)  # anew, as it has left training behind; the one before gives its memory back
         gc.collect()
         devices.empty_cache(device)
-        with _alone(gate, progress):
+        with turn.taken():
             tried.update(_step_all(built, again, device, progress))
     failed = {case: failure for case, (_, failure) in tried.items() if failure}
     result = {
@@ -326,25 +326,6 @@ def _reason(failed: Mapping[Case, Failure]) -> str:
     for case, failure in failed.items():
         by_error.setdefault(failure.error, []).append(str(case))
     return "; ".join(f"{', '.join(cases)}: {error}" for error, cases in by_error.items())
-
-
-@contextmanager
-def _beside_others(gate: Path | None, progress: Callable[[str], None]) -> Iterator[None]:
-    from torchtraceap.collect.server import WAITING
-
-    if gate is not None:
-        progress(WAITING)
-    with locked(gate, shared=True) if gate is not None else nullcontext():
-        yield
-
-
-@contextmanager
-def _alone(gate: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    from torchtraceap.collect.server import WAITING
-
-    progress(WAITING)
-    with locked(gate):
-        yield
 
 
 def _step_all(

@@ -7,7 +7,7 @@ import random
 import secrets
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torchtraceap.collect import SHARD_MB, devices, profiling
 from torchtraceap.collect.compiled import absent_when_compiled, compile_network
 from torchtraceap.collect.cutting import keep_steps, steps_below
-from torchtraceap.collect.dispatch import WAITING as WAITING_PATTERNS
+from torchtraceap.collect.dispatch import WAITING
 from torchtraceap.collect.distributed import World, distribute, join, leave, run_ranks, share_cpu
 from torchtraceap.collect.evidence import exhaustive, survey
 from torchtraceap.collect.injections import Injected, Injections, armed, armed_in
@@ -33,10 +33,10 @@ from torchtraceap.collect.measure import (
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.native import natives, unpaired
 from torchtraceap.collect.plan import Job, Order
-from torchtraceap.collect.processes import locked
 from torchtraceap.collect.regions import number_regions
-from torchtraceap.collect.server import WAITING, Request
+from torchtraceap.collect.server import Request
 from torchtraceap.collect.transfer import carried
+from torchtraceap.collect.turn import Turn
 from torchtraceap.collect.twins import Difference, difference, steps_without
 from torchtraceap.dataset.shards import MEGABYTE, write_shard
 from torchtraceap.dataset.trace import Trace, TraceRecord
@@ -126,7 +126,8 @@ def _run(
     with closing(Turn(gate, progress)) as turn:
 
         def take_device() -> None:
-            turn.take("placing", shared=True)
+            turn.take(shared=True)  # placing, surveying and warming up are not timed
+            progress("placing")
             if store is not None:  # no rank uses its device before rank 0 may
                 nonlocal world
                 world = join(rank, job.world_size, store, where)
@@ -138,32 +139,6 @@ def _run(
             result = session.run(out, shard_mb)
         leave()
         return result
-
-
-class Turn:
-    """A workload's turn on a device that others want too; its own all the time where there is no gate.
-
-    What is not timed may share the device with what others do not time: placing, surveying and warming up.
-    """
-
-    def __init__(self, gate: Path | None, progress: Progress) -> None:
-        self._gate = gate
-        self._progress = progress
-        self._held = ExitStack()
-        self._mine = gate is None
-
-    def take(self, then: str, *, shared: bool = False) -> None:
-        """Wait for it, unless it is ours, and tell what comes ``then``."""
-        if self._gate is not None and not self._mine:
-            self._progress(WAITING)
-            self._held.enter_context(locked(self._gate, shared=shared))
-            self._mine = True
-        self._progress(then)
-
-    def close(self) -> None:
-        """Let others have it, until it is taken again."""
-        self._mine = self._gate is None
-        self._held.close()
 
 
 class Session:
@@ -291,9 +266,9 @@ class Session:
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:
         """Have the device alone while the block runs."""
-        self.turn.take(doing)
-        self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
-        with closing(self.turn):
+        with self.turn.taken():
+            self.progress(doing)
+            self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
             yield
 
     def _measure(self, steps: int) -> None:
@@ -415,7 +390,7 @@ class Session:
     def _record(
         self, arm: list[Injected], whole: Trace, segments: list[Segment], clean: Trace
     ) -> TraceRecord:
-        waiting = [one for one in segments if arm[one.instance].pattern.id in WAITING_PATTERNS]
+        waiting = [one for one in segments if arm[one.instance].pattern.id in WAITING]
         found = natives(self.seen.waits, whole, segments, waiting)
         self.disagreements.update(found.disagreements)
         instances = [*(one.instance() for one in arm), *found.instances]

@@ -23,6 +23,7 @@ from torchtraceap.collect.labelling import Armed, label, strip
 from torchtraceap.collect.loop import Placement, TrainingLoop
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import Injection, Job
+from torchtraceap.collect.processes import locked
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS
 from torchtraceap.collect.session import run_job
 from torchtraceap.dataset.build import check
@@ -470,7 +471,7 @@ def test_the_device_is_waited_for_and_given_back(tmp_path: Path) -> None:
 
 def test_workers_that_live_on_do_not_keep_the_device(tmp_path: Path) -> None:
     gate = tmp_path / "device.lock"
-    with session.locked(gate):
+    with locked(gate):
         batches = loader.endless([torch.zeros(2)], workers=1, pin=False)  # forked: they hold the file open
     try:
         with gate.open("ab") as other:

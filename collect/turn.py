@@ -1,0 +1,39 @@
+"""Whose turn it is on a device that several processes want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from torchtraceap.collect.processes import locked
+from torchtraceap.collect.server import WAITING
+
+
+class Turn:
+    """A workload's turn on a device; without a gate nobody else wants it.
+
+    What is not timed may share the device with what others do not time.
+    """
+
+    def __init__(self, gate: Path | None, progress: Callable[[str], None]) -> None:
+        self._gate = gate
+        self._progress = progress
+        self._held = ExitStack()
+
+    def take(self, *, shared: bool = False) -> None:
+        """Say that one waits for it, and wait; it must not be held."""
+        if self._gate is not None:
+            self._progress(WAITING)
+            self._held.enter_context(locked(self._gate, shared=shared))
+
+    def close(self) -> None:
+        """Let others have it, until it is taken again."""
+        self._held.close()
+
+    @contextmanager
+    def taken(self, *, shared: bool = False) -> Iterator[None]:
+        """Have it while the block runs."""
+        self.take(shared=shared)
+        with closing(self):
+            yield
