@@ -8,8 +8,10 @@ from functools import partial
 from math import pi
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchtraceap.collect.model import Adapter, Batch, BatchSizes, ModelSpec, register
+from torchtraceap.collect.model import Batch
+from torchtraceap.collect.zoo import _rows
 from torchtraceap.collect.zoo._images import normalised, random_images
+from torchtraceap.collect.zoo._rows import Size
 
 if TYPE_CHECKING:
     import torch
@@ -18,45 +20,34 @@ if TYPE_CHECKING:
 TIMESTEPS = 1000
 
 Config = dict[str, Any]
-Size = tuple[int, ...]
 Kind = Literal["normal", "zeros", "ones", "mask", "label"]
 
 
-def build(architecture: str, config: Config) -> nn.Module:
-    """A network of random weights, from the class and its configuration."""
-    import diffusers
+def network(architecture: str, config: Config) -> Callable[[], nn.Module]:
+    """Makes a network of random weights, from the class and its configuration."""
 
-    return getattr(diffusers, architecture)(**config)
+    def build() -> nn.Module:
+        import diffusers
+
+        return getattr(diffusers, architecture)(**config)
+
+    return build
 
 
-def add(
-    name: str,
-    make: Callable[[], nn.Module],
-    families: tuple[str, str],
-    params_m: float,
-    adapter: Adapter,
-    sizes: tuple[Size, Size],
-    batch_sizes: BatchSizes,
-    small: bool = False,
-) -> None:
-    """Register a row; ``families`` are of the model and its backbone, ``sizes`` on a GPU and on a CPU."""
-    register(
-        ModelSpec(
-            name=f"diffusers/{name}",
-            source="diffusers",
-            task="generation",
-            family=families[0],
-            backbone_family=families[1],
-            licence="Apache-2.0",
-            params_m=params_m,
-            build=make,
-            adapter=adapter,
-            gpu_size=sizes[0],
-            cpu_size=sizes[1],
-            batch_sizes=batch_sizes,
-            small=small,
-        )
-    )
+add = partial(_rows.add, "diffusers", "Apache-2.0", "generation")
+
+SDXL_COMMON: Config = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "block_out_channels": (320, 640, 1280),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+"""What the U-Net of Stable Diffusion XL and the network that steers it have in common."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +88,11 @@ class Condition:
 def prompt(tokens: int, width: int, name: str = "encoder_hidden_states") -> Condition:
     """An encoded prompt."""
     return Condition(name, (tokens, width))
+
+
+def picture(size: Size) -> Size:
+    """The image that belongs to a latent."""
+    return (3, 8 * size[1], 8 * size[2])
 
 
 @dataclass(frozen=True)
@@ -243,8 +239,3 @@ class Reconstruction:
         from torch.nn.functional import mse_loss
 
         return mse_loss(output["reconstruction"], output["pixels"])
-
-
-def network(architecture: str, config: Config) -> Callable[[], nn.Module]:
-    """:func:`build`, later."""
-    return partial(build, architecture, config)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchtraceap.collect.model import Adapter, BatchSizes, ModelSpec, register
+from torchtraceap.collect.zoo import _rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Size = tuple[int, ...]
 Config = dict[str, Any]
 
 NOISE = (128, 128)
@@ -51,33 +51,9 @@ def _settle(network: nn.Module) -> None:
         hook.remove()
 
 
-def add(
-    name: str,
-    architecture: str,
-    config: Config,
-    task: str,
-    families: tuple[str, str],
-    params_m: float,
-    adapter: Adapter,
-    sizes: tuple[Size, Size],
-    batch_sizes: BatchSizes,
-    small: bool = False,
-) -> None:
-    """Register a row; ``families`` are of the model and its backbone, ``sizes`` on a GPU and on a CPU."""
-    register(
-        ModelSpec(
-            name=f"transformers/{name}",
-            source="transformers",
-            task=task,
-            family=families[0],
-            backbone_family=families[1],
-            licence="Apache-2.0",
-            params_m=params_m,
-            build=partial(build, architecture, config),
-            adapter=adapter,
-            gpu_size=sizes[0],
-            cpu_size=sizes[1],
-            batch_sizes=batch_sizes,
-            small=small,
-        )
-    )
+def network(architecture: str, config: Config) -> Callable[[], nn.Module]:
+    """:func:`build`, later."""
+    return partial(build, architecture, config)
+
+
+add = partial(_rows.add, "transformers", "Apache-2.0")

@@ -5,15 +5,17 @@ from __future__ import annotations
 from torchtraceap.collect.model import Adapter, BatchSizes
 from torchtraceap.collect.zoo._batches import GPU_ONLY, HEAVY, INFER_ONLY, MEDIUM, NO_CPU_TRAINING
 from torchtraceap.collect.zoo._diffusers import (
+    SDXL_COMMON,
     Condition,
     Config,
     Control,
     Reconstruction,
-    Size,
     add,
     network,
+    picture,
     prompt,
 )
+from torchtraceap.collect.zoo._rows import Size
 
 DOWN, UP = "DownEncoderBlock2D", "UpDecoderBlock2D"
 
@@ -66,23 +68,7 @@ DC_F32: Config = {
     "downsample_block_type": "conv",
     "upsample_block_type": "interpolate",
 }
-SDXL_CONTROL: Config = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "block_out_channels": (320, 640, 1280),
-    "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),
-    "cross_attention_dim": 2048,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-}
 FLUX_CONTROL: Config = {"num_layers": 5, "num_single_layers": 0, "guidance_embeds": True}
-
-
-def _picture(size: Size) -> Size:
-    """The image that belongs to a latent."""
-    return (3, 8 * size[1], 8 * size[2])
 
 
 def _same(size: Size) -> Size:
@@ -98,7 +84,7 @@ def _places(size: Size) -> Size:
 
 
 RECONSTRUCTION = Reconstruction()
-PICTURE = Condition("controlnet_cond", _picture)
+PICTURE = Condition("controlnet_cond", picture)
 CONTROL = Control(conditions=(prompt(77, 768), PICTURE))
 XL_CONTROL = Control(
     conditions=(
@@ -162,7 +148,7 @@ ROWS: list[tuple[str, str, Config, str, float, Adapter, tuple[Size, Size], Batch
      RECONSTRUCTION, ((3, 13, 256, 256), (3, 7, 64, 64)), NO_CPU_TRAINING),
     ("controlnet-sd-1.5", "ControlNetModel", {"cross_attention_dim": 768}, "controlnet", 361.28,
      CONTROL, ((4, 64, 64), (4, 16, 16)), INFER_ONLY),
-    ("controlnet-sdxl", "ControlNetModel", SDXL_CONTROL, "controlnet", 1251.01,
+    ("controlnet-sdxl", "ControlNetModel", SDXL_COMMON, "controlnet", 1251.01,
      XL_CONTROL, ((4, 128, 128), (4, 16, 16)), GPU_ONLY),
     ("controlnet-sd3", "SD3ControlNetModel", {}, "mmdit", 894.68,
      SD3_CONTROL, ((16, 128, 128), (16, 16, 16)), GPU_ONLY),

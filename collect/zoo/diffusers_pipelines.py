@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchtraceap.collect.model import Batch, BatchSizes
 from torchtraceap.collect.zoo._batches import GPU_ONLY, INFER_ONLY
-from torchtraceap.collect.zoo._diffusers import Condition, Config, Size, add, prompt
+from torchtraceap.collect.zoo._diffusers import Condition, Config, add, picture, prompt
+from torchtraceap.collect.zoo._rows import Size
 from torchtraceap.collect.zoo.diffusers_autoencoders import DC_F32, KL_16_CHANNELS, KL_F8
 from torchtraceap.collect.zoo.diffusers_transformers import PIXART_512, SANA_SMALL, WAN_SMALL, mmdit
 from torchtraceap.collect.zoo.diffusers_unets import (
@@ -127,10 +128,6 @@ def _masks(tokens: int) -> tuple[Condition, Condition]:
     )
 
 
-def _picture(size: Size) -> Size:
-    return (3, 8 * size[1], 8 * size[2])
-
-
 def _steps(count: int, **options: Any) -> dict[str, Any]:
     return {"num_inference_steps": count, **options}
 
@@ -173,7 +170,7 @@ ROWS: list[
          "controlnet": ("ControlNetModel", {"cross_attention_dim": 768}),
      },
      ("UniPCMultistepScheduler", {}), STABLE,
-     "conditional_unet", 1304.45, Generation((*_prompts(77, 768), Condition("image", _picture)), _steps(2)),
+     "conditional_unet", 1304.45, Generation((*_prompts(77, 768), Condition("image", picture)), _steps(2)),
      ((4, 64, 64), (4, 16, 16)), GPU_ONLY),
     ("generate-animatediff", "AnimateDiffPipeline",
      {"unet": ("UNetMotionModel", ANIMATE_DIFF), "vae": KL}, ("DDIMScheduler", {}),

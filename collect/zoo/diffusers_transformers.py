@@ -11,11 +11,11 @@ from torchtraceap.collect.zoo._diffusers import (
     Condition,
     Config,
     NoisePrediction,
-    Size,
     add,
     network,
     prompt,
 )
+from torchtraceap.collect.zoo._rows import Size
 
 if TYPE_CHECKING:
     import torch

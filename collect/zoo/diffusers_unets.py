@@ -5,14 +5,15 @@ from __future__ import annotations
 from torchtraceap.collect.model import Adapter, BatchSizes
 from torchtraceap.collect.zoo._batches import GPU_ONLY, HEAVY, LARGE, MEDIUM, NO_CPU_TRAINING
 from torchtraceap.collect.zoo._diffusers import (
+    SDXL_COMMON,
     Condition,
     Config,
     NoisePrediction,
-    Size,
     add,
     network,
     prompt,
 )
+from torchtraceap.collect.zoo._rows import Size
 
 DDPM: Config = {
     "attention_head_dim": None,
@@ -111,19 +112,7 @@ UPSCALER_X4: Config = {
     "num_class_embeds": 1000,
     "use_linear_projection": True,
 }
-SDXL: Config = {
-    "sample_size": 128,
-    "down_block_types": (DOWN, DOWN_CROSS, DOWN_CROSS),
-    "up_block_types": (UP_CROSS, UP_CROSS, UP),
-    "block_out_channels": (320, 640, 1280),
-    "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),
-    "cross_attention_dim": 2048,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-}
+SDXL: Config = {**SDXL_COMMON, "sample_size": 128, "up_block_types": (UP_CROSS, UP_CROSS, UP)}
 SDXL_REFINER: Config = {
     **SDXL,
     "block_out_channels": (384, 768, 1536, 1536),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchtraceap.collect.model import ModelSpec, register
 from torchtraceap.collect.zoo._batches import by_cost
 from torchtraceap.collect.zoo._images import Segmentation
+from torchtraceap.collect.zoo._rows import add
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,20 +107,8 @@ ROWS = [
 ]
 
 for _decoder, _encoder, _backbone_family, _params, _gpu, _cpu, _costs in ROWS:
-    register(
-        ModelSpec(
-            name=f"smp/{_decoder.lower()}-{_encoder}",
-            source="smp",
-            task="segmentation",
-            family=_decoder.lower(),
-            backbone_family=_backbone_family,
-            licence="MIT",
-            params_m=_params,
-            build=partial(_build, _decoder, _encoder),
-            adapter=Segmentation(classes=CLASSES),
-            gpu_size=(3, _gpu, _gpu),
-            cpu_size=(3, _cpu, _cpu),
-            batch_sizes=by_cost(*_costs),
-            small=(_decoder, _encoder) in SMALL,
-        )
-    )
+    add(
+        "smp", "MIT", "segmentation", f"{_decoder.lower()}-{_encoder}", partial(_build, _decoder, _encoder),
+        (_decoder.lower(), _backbone_family), _params, Segmentation(classes=CLASSES),
+        ((3, _gpu, _gpu), (3, _cpu, _cpu)), by_cost(*_costs), (_decoder, _encoder) in SMALL,
+    )  # fmt: skip

@@ -5,13 +5,13 @@ Classifiers that timm holds stay out, unless they are written differently here; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from torchtraceap.collect.model import Adapter, Batch, ModelSpec, register
+from torchtraceap.collect.model import Batch
+from torchtraceap.collect.zoo import _rows
 from torchtraceap.collect.zoo._batches import by_cost
 from torchtraceap.collect.zoo._boxes import random_boxes
 from torchtraceap.collect.zoo._detectors import prepare
@@ -133,35 +133,6 @@ class Flow:
         return total
 
 
-def _add(
-    model: str,
-    task: str,
-    families: tuple[str, str],
-    params_m: float,
-    build: Callable[[], nn.Module],
-    adapter: Adapter,
-    sizes: tuple[tuple[int, ...], tuple[int, ...]],
-    costs: tuple[float, float],
-) -> None:
-    register(
-        ModelSpec(
-            name=f"torchvision/{model}",
-            source="torchvision",
-            task=task,
-            family=families[0],
-            backbone_family=families[1],
-            licence="BSD-3-Clause",
-            params_m=params_m,
-            build=build,
-            adapter=adapter,
-            gpu_size=sizes[0],
-            cpu_size=sizes[1],
-            batch_sizes=by_cost(*costs),
-            small=model in SMALL,
-        )
-    )
-
-
 # model, family, parameters in millions, input size on a GPU, on a CPU, costs (activations in MB and GFLOP
 # by _measure.py), options
 CLASSIFIERS: list[tuple[str, str, float, int, int, tuple[float, float], dict[str, Any]]] = [
@@ -240,40 +211,44 @@ FLOW = [
     ("raft_small", 0.99, (968.0, 5.71)),
 ]
 
+add = partial(_rows.add, "torchvision", "BSD-3-Clause")
+
 for _model, _family, _params, _gpu_edge, _cpu_edge, _costs, _options in CLASSIFIERS:
-    _add(
-        _model, "classification", (_family, _family), _params, partial(_build, _model, **_options),
-        Classification(), ((3, _gpu_edge, _gpu_edge), (3, _cpu_edge, _cpu_edge)), _costs,
+    add(
+        "classification", _model, partial(_build, _model, **_options), (_family, _family), _params,
+        Classification(), ((3, _gpu_edge, _gpu_edge), (3, _cpu_edge, _cpu_edge)), by_cost(*_costs),
     )  # fmt: skip
 
 for _model, _family, _backbone, _params, _gpu, _cpu, _costs in DETECTORS:
-    _add(
-        _model, "detection", (_family, _backbone), _params,
-        partial(_build_detector, _model, DETECTION_CLASSES, _cpu), Detection(masks=_family == "mask_rcnn"),
-        ((3, *_gpu), (3, *_cpu)), _costs,
+    add(
+        "detection", _model, partial(_build_detector, _model, DETECTION_CLASSES, _cpu), (_family, _backbone),
+        _params, Detection(masks=_family == "mask_rcnn"), ((3, *_gpu), (3, *_cpu)), by_cost(*_costs),
+        _model in SMALL,
     )  # fmt: skip
 
-_add(
-    "keypointrcnn_resnet50_fpn", "pose", ("keypoint_rcnn", "resnet"), 59.19,
+add(
+    "pose", "keypointrcnn_resnet50_fpn",
     partial(_build_detector, "keypointrcnn_resnet50_fpn", PERSON_CLASSES, REDUCED),
-    Detection(PERSON_CLASSES, keypoints=True), ((3, *COCO), (3, *REDUCED)), (1690.0, 558.68),
+    ("keypoint_rcnn", "resnet"), 59.19, Detection(PERSON_CLASSES, keypoints=True),
+    ((3, *COCO), (3, *REDUCED)), by_cost(1690.0, 558.68),
 )  # fmt: skip
 
 for _model, _family, _backbone, _params, _costs in SEGMENTERS:
-    _add(
-        _model, "segmentation", (_family, _backbone), _params,
+    add(
+        "segmentation", _model,
         partial(_build, _model, weights_backbone=None, num_classes=SEGMENTATION_CLASSES),
-        Segmentation(SEGMENTATION_CLASSES, logits=itemgetter("out")), ((3, 520, 520), (3, 96, 96)), _costs,
+        (_family, _backbone), _params, Segmentation(SEGMENTATION_CLASSES, logits=itemgetter("out")),
+        ((3, 520, 520), (3, 96, 96)), by_cost(*_costs), _model in SMALL,
     )  # fmt: skip
 
 for _model, _family, _params, _gpu_clip, _cpu_clip, _costs in VIDEO:
-    _add(
-        _model, "classification", (_family, _family), _params, partial(_build, _model),
-        Classification(VIDEO_CLASSES), ((3, *_gpu_clip), (3, *_cpu_clip)), _costs,
+    add(
+        "classification", _model, partial(_build, _model), (_family, _family), _params,
+        Classification(VIDEO_CLASSES), ((3, *_gpu_clip), (3, *_cpu_clip)), by_cost(*_costs),
     )  # fmt: skip
 
 for _model, _params, _costs in FLOW:
-    _add(
-        _model, "other", ("raft", "raft"), _params, partial(_build, _model), Flow(),
-        ((2, 3, 400, 720), (2, 3, 128, 128)), _costs,
+    add(
+        "other", _model, partial(_build, _model), ("raft", "raft"), _params, Flow(),
+        ((2, 3, 400, 720), (2, 3, 128, 128)), by_cost(*_costs),
     )  # fmt: skip

@@ -10,7 +10,8 @@ from torchtraceap.collect.model import Adapter, Batch, BatchSizes
 from torchtraceap.collect.zoo._batches import GPU_ONLY, HEAVY, INFER_ONLY, LIGHT, MEDIUM, NO_CPU_TRAINING
 from torchtraceap.collect.zoo._images import Depth, Pose, normalised, random_images
 from torchtraceap.collect.zoo._masks import boxes_and_masks
-from torchtraceap.collect.zoo._transformers import Config, Size, add
+from torchtraceap.collect.zoo._rows import Size
+from torchtraceap.collect.zoo._transformers import Config, add, network
 
 if TYPE_CHECKING:
     import torch
@@ -427,5 +428,6 @@ for (
     _name, _class, _config, _task, _family, _backbone, _params, _adapter, _sizes, _batches, _small,
 ) in ROWS:  # fmt: skip
     add(
-        _name, _class, _config, _task, (_family, _backbone), _params, _adapter, _sizes, _batches, _small
+        _task, _name, network(_class, _config), (_family, _backbone), _params, _adapter, _sizes, _batches,
+        _small,
     )  # fmt: skip

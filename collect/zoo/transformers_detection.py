@@ -9,7 +9,7 @@ from torchtraceap.collect.model import Adapter, Batch, BatchSizes
 from torchtraceap.collect.zoo._batches import GPU_ONLY, HEAVY, INFER_ONLY, MEDIUM, NO_CPU_TRAINING
 from torchtraceap.collect.zoo._boxes import random_boxes
 from torchtraceap.collect.zoo._images import normalised, random_images
-from torchtraceap.collect.zoo._transformers import Config, add
+from torchtraceap.collect.zoo._transformers import Config, add, network
 
 if TYPE_CHECKING:
     import torch
@@ -400,6 +400,6 @@ ROWS: list[tuple[str, str, Config, str, str, float, Adapter, Sizes, BatchSizes]]
 
 for _name, _class, _config, _family, _backbone, _params, _adapter, (_gpu, _cpu), _batches in ROWS:
     add(
-        _name, _class, _config, "detection", (_family, _backbone), _params, _adapter,
+        "detection", _name, network(_class, _config), (_family, _backbone), _params, _adapter,
         ((3, *_gpu), (3, *_cpu)), _batches,
     )  # fmt: skip

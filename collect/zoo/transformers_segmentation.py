@@ -9,7 +9,7 @@ from torchtraceap.collect.model import Adapter, BatchSizes
 from torchtraceap.collect.zoo._batches import HEAVY, LARGE, MEDIUM, NO_CPU_TRAINING
 from torchtraceap.collect.zoo._images import Segmentation
 from torchtraceap.collect.zoo._masks import BoxesWithMasks, MaskSet, PhraseToMask, PointToMask
-from torchtraceap.collect.zoo._transformers import Config, add
+from torchtraceap.collect.zoo._transformers import Config, add, network
 
 CLASSES = 150
 PANOPTIC_CLASSES = 250
@@ -350,6 +350,6 @@ ROWS: list[tuple[str, str, Config, str, str, float, Adapter, Sizes, BatchSizes]]
 
 for _name, _class, _config, _family, _backbone, _params, _adapter, (_gpu, _cpu), _batches in ROWS:
     add(
-        _name, _class, _config, "segmentation", (_family, _backbone), _params, _adapter,
+        "segmentation", _name, network(_class, _config), (_family, _backbone), _params, _adapter,
         ((3, *_gpu), (3, *_cpu)), _batches,
     )  # fmt: skip
