@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -139,3 +139,15 @@ def progress() -> Progress:
         transient=True,
         disable=not err().is_terminal,
     )
+
+
+@contextmanager
+def stages(first: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress of work in stages: a function that is told of a stage, what is done of it, and of how much."""
+    with progress() as bar:
+        task = bar.add_task(first)
+
+        def update(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total)
+
+        yield update

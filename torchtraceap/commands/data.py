@@ -190,16 +190,13 @@ def build_dataset(
     """Build with progress on stderr, and with pictures of traces."""
     from torchtraceap.dataset.build import build as build_from
 
-    with console.progress() as bar:
-        task = bar.add_task("checking")
+    with console.stages("checking") as progress:
         return build_from(
             runs,
             out,
             seed=seed,
             where=where,
-            progress=lambda stage, done, total: bar.update(
-                task, description=stage, completed=done, total=total
-            ),
+            progress=progress,
             date=date,
             draw=draw_trace,
         )

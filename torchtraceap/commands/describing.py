@@ -59,8 +59,7 @@ def publish(
     """
     from torchtraceap.dataset.publish import publish as publish_folder
 
-    with console.progress() as bar:
-        task = bar.add_task("reading")
+    with console.stages("reading") as progress:
         done = publish_folder(
             dataset,
             repo,
@@ -68,9 +67,7 @@ def publish(
             branch=revision,
             public=public,
             dry_run=dry_run,
-            progress=lambda stage, done, total: bar.update(
-                task, description=stage, completed=done, total=total
-            ),
+            progress=progress,
         )
     if as_json:
         console.emit_json(done)

@@ -56,16 +56,13 @@ def verify_dataset(dataset: Path, *, sample: int | None = None, seed: int = 0, w
     """Verify with progress on stderr."""
     from torchtraceap.dataset.verify import verify as verify_folder
 
-    with console.progress() as bar:
-        task = bar.add_task("reading")
+    with console.stages("reading") as progress:
         return verify_folder(
             dataset,
             sample,
             seed=seed,
             where=where,
-            progress=lambda stage, done, total: bar.update(
-                task, description=stage, completed=done, total=total
-            ),
+            progress=progress,
         )
 
 
