@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--lanes", type=int, help="workloads side by side a device (default: 3; on a CPU 1)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="main memory of a workload")
     parser.add_argument("--run", type=Path, help="where traces go and stay; an earlier run is taken up")
     options = parser.parse_args()
     found = devices.groups(options.device)
@@ -120,8 +121,10 @@ def main() -> None:
     lanes = options.lanes or (1 if kind == "cpu" else 3)
     specs = sample(options.models or (3 if kind == "cpu" else 60), kind, options.seed)
     jobs = plan_of(specs, kind, options.seed)
+    memory = int(options.memory_limit * 2**30) if options.memory_limit else None
     with tempfile.TemporaryDirectory() as folder:
-        report = collect(jobs, options.run or Path(folder) / "run", devices=names, lanes=lanes, resume=True)
+        run = options.run or Path(folder) / "run"
+        report = collect(jobs, run, devices=names, lanes=lanes, resume=True, memory_limit=memory)
     rate = tell(report, names, lanes)
     seconds = peer_seconds(jobs[:PEERS], names[0])
     peer = PROFILES * 60 / seconds

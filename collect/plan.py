@@ -13,12 +13,12 @@ from itertools import zip_longest
 import msgspec
 
 from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
+from torchtraceap.dataset.splits import meant_for_test
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS, Mode, Pattern, Runtime
 
-HELDOUT_SHARE = 0.25
-"""Share of injections that use a held-out variant, which only test may keep."""
-
+HELDOUT_SHARE = 0.3
+"""Share of held-out variants, which only test may keep, among the injections into families meant for it."""
 
 LOOKALIKE_SHARE = 0.3
 """Look-alikes of a workload for each of its patterns; as each is in half of the traces, and a pattern in one,
@@ -92,6 +92,7 @@ def make_plan(
     modes: Iterable[Mode] = ("train", "infer"),
     patterns: Sequence[str] | None = None,
     per_workload: int = 2,
+    per_test_workload: int | None = None,
     null_trials: int = 0,
     runtime: Runtime = "eager",
     world_size: int = 2,
@@ -110,6 +111,8 @@ def make_plan(
         modes: Loops to run.
         patterns: Pattern ids to draw from; all when None.
         per_workload: Patterns a workload, in traces of one to three of them beside the clean one.
+        per_test_workload: The same for models of the families that are meant for test, which alone get
+            held-out variants (dataset/splits.py); as many as the others when None.
         null_trials: Measurements of the clean loop against itself, a workload.
         runtime: The kind of workload; patterns of other kinds are left out. Distributed ones only train.
         world_size: Ranks of a distributed workload.
@@ -131,21 +134,23 @@ def make_plan(
         if not sizes or (runtime == "distributed" and mode != "train"):
             continue
         rng = random.Random(_digest(seed, spec, mode))
+        for_test = meant_for_test(spec.backbone_family)
+        count = per_workload if per_test_workload is None or not for_test else per_test_workload
         usable = [p for p in catalogue if p.applies(device_type, mode, runtime) is None]
         ordered = sorted(usable, key=lambda p: (used[p.id], rng.random()))
         if ordered and ordered[0].alone:
-            chosen, spare = ordered[: min(1, per_workload)], []
+            chosen, spare = ordered[: min(1, count)], []
         else:
             ordered = [p for p in ordered if not p.alone]
-            chosen, spare = ordered[:per_workload], ordered[per_workload:]
+            chosen, spare = ordered[:count], ordered[count:]
         used.update(p.id for p in chosen)
         twins = sorted(
             ((p.id, twin.name) for p in usable for twin in p.lookalikes),
             key=lambda twin: (seen[twin], rng.random()),
-        )[: math.ceil(per_workload * LOOKALIKE_SHARE)]
+        )[: math.ceil(count * LOOKALIKE_SHARE)]
         seen.update(twins)
         rng.shuffle(chosen)  # or the patterns used least would always share a trace
-        injections = [Injection(p.id, _variant(p, rng)) for p in chosen]
+        injections = [Injection(p.id, _variant(p, rng, for_test)) for p in chosen]
         jobs.append(
             Job(
                 model=spec.name,
@@ -154,7 +159,7 @@ def make_plan(
                 seed=rng.getrandbits(31),
                 injections=injections,
                 arms=_arms(injections, rng),
-                spares=[Injection(p.id, _variant(p, rng)) for p in spare],
+                spares=[Injection(p.id, _variant(p, rng, for_test)) for p in spare],
                 lookalikes=[Injection(*twin) for twin in twins],
                 runtime=runtime,
                 null_trials=null_trials,
@@ -166,7 +171,7 @@ def make_plan(
             f"nothing to collect: none of {len(specs)} models runs on {device_type} in the modes asked for"
             + (", of which distributed workloads have train alone" if runtime == "distributed" else "")
         )
-    if per_workload and not any(job.injections for job in jobs):
+    if (per_workload or per_test_workload) and not any(job.injections for job in jobs):
         reasons = {p.applies(device_type, job.mode, runtime) for p in catalogue for job in jobs}
         raise UserError(f"nothing to inject: {'; '.join(sorted(map(str, reasons)))}")
     return jobs
@@ -232,8 +237,8 @@ def settles_slowly(one: Injection) -> bool:
     return PATTERNS[one.pattern].variant(one.variant).settle_steps > 1
 
 
-def _variant(pattern: Pattern, rng: random.Random) -> str:
-    heldout = rng.random() < HELDOUT_SHARE
+def _variant(pattern: Pattern, rng: random.Random, for_test: bool) -> str:
+    heldout = rng.random() < HELDOUT_SHARE and for_test
     return rng.choice(
         [v.name for v in pattern.variants if v.heldout == heldout] or [pattern.variants[0].name]
     )

@@ -11,6 +11,7 @@ import tiny
 from torchtraceap.collect.audit import make_workloads
 from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import HELDOUT_SHARE, Injection, Job, make_plan, settles_slowly
+from torchtraceap.dataset.splits import meant_for_test
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS
 
@@ -22,6 +23,8 @@ MODELS = [f"tiny/net{i}" for i in range(COUNT)]
 def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty models that run anywhere, and two that do not."""
     entries = {name: tiny.spec(name=name) for name in MODELS}
+    for name, spec in entries.items():
+        object.__setattr__(spec, "backbone_family", name)
     nowhere = {kind: {"train": (), "infer": (2,) if kind == "gpu" else ()} for kind in ("cpu", "gpu")}
     several = {kind: {"train": (2, 4, 8), "infer": (1, 2)} for kind in ("cpu", "gpu")}
     for name, sizes in (("tiny/gpu-infer", nowhere), ("tiny/sizes", several)):
@@ -91,12 +94,29 @@ def test_lookalikes_are_used_equally_often() -> None:
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_a_share_of_heldout_variants() -> None:
-    plans = [make_plan(MODELS, device_type="cuda", per_workload=3, seed=seed) for seed in range(5)]
-    injections = [one for plan in plans for job in plan for one in job.injections]
-    heldout = [PATTERNS[one.pattern].variant(one.variant).heldout for one in injections]
-    assert len(heldout) == 5 * 2 * 3 * COUNT
-    assert sum(heldout) / len(heldout) == pytest.approx(HELDOUT_SHARE, abs=0.04)  # 3 standard errors
+def _heldout(job: Job) -> list[bool]:
+    return [PATTERNS[one.pattern].variant(one.variant).heldout for one in job.injections]
+
+
+def test_a_share_of_heldout_variants_in_families_meant_for_test_and_none_elsewhere() -> None:
+    plans = [make_plan(MODELS, device_type="cuda", per_workload=3, seed=seed) for seed in range(20)]
+    meant: list[bool] = []
+    others: list[bool] = []
+    for job in [job for plan in plans for job in plan]:
+        chosen = meant if meant_for_test(ZOO[job.model].backbone_family) else others
+        chosen += _heldout(job)
+        if chosen is others:
+            assert not any(PATTERNS[one.pattern].variant(one.variant).heldout for one in job.spares)
+    assert not any(others)
+    assert len(meant) > 300
+    assert sum(meant) / len(meant) == pytest.approx(HELDOUT_SHARE, abs=0.08)  # 3 standard errors
+
+
+def test_families_meant_for_test_may_have_more_patterns() -> None:
+    counts: dict[bool, set[int]] = {True: set(), False: set()}
+    for job in make_plan(MODELS, device_type="cuda", per_workload=1, per_test_workload=4):
+        counts[meant_for_test(ZOO[job.model].backbone_family)].add(len(job.injections))
+    assert counts == {True: {4}, False: {1}}
 
 
 def test_equal_seeds_give_equal_plans_and_others_do_not() -> None:

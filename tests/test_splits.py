@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from itertools import count, islice
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from torchtraceap.dataset.splits import (
     Signature,
     assign,
     has_heldout_variant,
+    meant_for_test,
     placement,
     signature,
     similar,
@@ -33,7 +35,9 @@ def member(
 
 
 def workloads(n: int, task: str = "classification") -> list[Member]:
-    return [member(f"{task}{i}", backbone=f"{task}-net{i}", task=task) for i in range(n)]
+    """Of families that are not meant for test."""
+    families = (name for i in count() if not meant_for_test(name := f"{task}-net{i}"))
+    return [member(f"{task}{i}", backbone=name, task=task) for i, name in enumerate(islice(families, n))]
 
 
 def test_similarity_is_weighted_jaccard_above_a_half():
@@ -127,7 +131,7 @@ def test_a_unit_counts_for_the_task_of_most_of_its_traces():
 def test_tasks_of_one_unit_are_split_together():
     members = [*workloads(1, "pose"), *workloads(1, "depth"), *workloads(1, "other"), *workloads(2)]
     splits = assign(members, split_units(members), seed=0)
-    both = [splits.pop(f"classification-net{i}") for i in range(2)]
+    both = [splits.pop(one.backbone_family) for one in members[-2:]]
     assert sorted(both) == ["test", "train"]
     assert sorted(splits.values()) == ["test", "train", "validation"]
 
@@ -187,3 +191,15 @@ def test_signature_counts_ops_with_a_dimension():
     }
     trace = Trace([Lane("cpu", "thread 0")], ops, Events(**columns))
     assert signature(trace) == {("aten::conv2d", shape): 2}
+
+
+def test_families_meant_for_test_are_there_before_others():
+    families = [f"net{i}" for i in range(40)]
+    meant = [name for name in families if meant_for_test(name)]
+    others = [name for name in families if not meant_for_test(name)]
+    assert len(meant) > 2
+    members = [member(name, backbone=name) for name in (*meant[:2], *others[:8])]
+    members[5] = dataclasses.replace(members[5], heldout=True)
+    for seed in range(5):
+        splits = assign(members, split_units(members), seed)
+        assert {unit for unit, split in splits.items() if split == "test"} == set(meant[:2])

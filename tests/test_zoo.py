@@ -15,7 +15,8 @@ from torchtraceap.collect.model import ZOO, ModelSpec, collate, describe, split_
 from torchtraceap.collect.zoo._batches import LARGEST, QUICK_GFLOP, ROOM_MB, SLOW_GFLOP, by_cost
 from torchtraceap.collect.zoo._diffusers import Reconstruction
 from torchtraceap.collect.zoo._measure import count
-from torchtraceap.dataset.schema import MODES
+from torchtraceap.dataset.schema import MODES, TASKS
+from torchtraceap.dataset.splits import meant_for_test
 from torchtraceap.errors import UserError
 
 SMALL = [spec for spec in ZOO if spec.small]
@@ -253,3 +254,13 @@ def test_a_wrong_task_is_refused() -> None:
     fields = {name: getattr(SMALL[0], name) for name in ModelSpec.__dataclass_fields__}
     with pytest.raises(ValueError, match="task 'cooking'"):
         ModelSpec(**{**fields, "task": "cooking"})
+
+
+def test_the_families_meant_for_test_suit_the_zoo():
+    models = {task: [spec for spec in ZOO if spec.task == task] for task in TASKS}
+    for task, specs in models.items():
+        share = sum(meant_for_test(spec.backbone_family) for spec in specs) / len(specs)
+        if len({spec.backbone_family for spec in specs}) > 2:
+            assert 0.15 < share < 0.45, f"{task}: {share:.0%}"
+    assert not meant_for_test("resnet")
+    assert not meant_for_test("vit")

@@ -99,6 +99,15 @@ def collect(
             help="Patterns of a workload, one to three in each trace beside the clean one.",
         ),
     ] = 2,
+    per_test_workload: Annotated[
+        int | None,
+        typer.Option(
+            "--per-test-workload",
+            min=0,
+            help="The same for models of the families that are meant for test. Default: as all.",
+            show_default=False,
+        ),
+    ] = None,
     runtime: Annotated[
         LoopRuntime, typer.Option("--runtime", help="How loops run; each kind has patterns of its own.")
     ] = LoopRuntime.eager,
@@ -206,6 +215,7 @@ def collect(
         modes=[m.value for m in mode] if mode else ("train", "infer"),
         patterns=pattern,
         per_workload=per_workload,
+        per_test_workload=per_test_workload,
         null_trials=null_trials,
         runtime=runtime.value,
         world_size=world_size,
