@@ -2,7 +2,8 @@
 
     python benchmarks/collection.py [--models 60] [--device auto] [--lanes 3] [--run FOLDER]
 
-A workload is a model in training or inference: a clean trace and two with a pattern each, all costs measured.
+A workload is a model in training or inference, of tasks in the zoo's proportions: a clean trace and two with
+a pattern each, all costs measured.
 The peer imports the same libraries, builds the same model and takes three profiles of it, measures nothing,
 and begins anew for the next one. With ``--run`` the traces are kept.
 """
@@ -16,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from itertools import zip_longest
 from pathlib import Path
 from typing import cast
 
@@ -34,7 +34,7 @@ PEERS = 3
 
 
 def sample(count: int, kind: str, seed: int) -> list[ModelSpec]:
-    """Models of all tasks by turns, drawn by seed, that train and infer on this kind of device."""
+    """Models that train and infer on this kind of device, drawn by seed, of each task as the zoo has them."""
     by_task: dict[str, list[ModelSpec]] = {}
     for spec in ZOO:
         sizes = spec.batch_sizes["cpu" if kind == "cpu" else "gpu"]
@@ -42,8 +42,8 @@ def sample(count: int, kind: str, seed: int) -> list[ModelSpec]:
             by_task.setdefault(spec.task, []).append(spec)
     for specs in by_task.values():
         random.Random(seed).shuffle(specs)
-    turns = [spec for turn in zip_longest(*by_task.values()) for spec in turn if spec is not None]
-    return turns[:count]
+    ordered = [spec for task in sorted(by_task) for spec in by_task[task]]
+    return [ordered[index * len(ordered) // count] for index in range(min(count, len(ordered)))]
 
 
 def plan_of(specs: list[ModelSpec], kind: str, seed: int) -> list[Job]:

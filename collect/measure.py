@@ -24,7 +24,7 @@ together, and many short pairs say more than few long ones.
 
 MAX_BLOCK_STEPS = 10
 
-TIME_BUDGET = 6.0
+TIME_BUDGET = 4.0
 """Seconds for the pairs of a decision: a look that would come later is not waited for. Steps of a second, as
 of a batch looped over sample by sample, differ so much that few pairs tell, and more would take minutes."""
 

@@ -201,7 +201,7 @@ class Session:
         self.progress("warming up")
         self._warm_up()
         self.turn.close()
-        with self._alone("measuring"):
+        with self._on_device("measuring"):
             steps = block_steps(self.loop)
             self._measure(steps)
         records = self._profile_arms()
@@ -264,9 +264,9 @@ class Session:
         devices.synchronize(self.loop.device)
 
     @contextmanager
-    def _alone(self, doing: str) -> Iterator[None]:
-        """Have the device alone while the block runs."""
-        with self.turn.taken():
+    def _on_device(self, doing: str, *, shared: bool = False) -> Iterator[None]:
+        """Have the device while the block runs, alone or beside others who do not time what they do."""
+        with self.turn.taken(shared=shared):
             self.progress(doing)
             self.loop.world.agreed(0)  # no rank uses its device before rank 0 may
             yield
@@ -298,25 +298,27 @@ class Session:
 
         Each arm is profiled without markers, which is what is published, and with them, which tells what
         belongs to what. Either is done in a random order of its own, and none is published that was taken
-        after a profile with markers.
+        after a profile with markers. No time is read off the latter, so others may use the device meanwhile.
         """
         arms = [
             arm + [twin for twin in self.injections.twins if self.rng.random() < 0.5]
             for arm in self.injections.arms
         ]
-        recorded = self._recordings(arms, marking=False)
-        recorded_marked = self._recordings(arms, marking=True)
+        recorded = self._recordings(arms, marking=False, shared=False)
+        recorded_marked = self._recordings(arms, marking=True, shared=True)
         self.progress("reading profiles")
         plain = [strip(one.read()) for one in recorded]
         marked = [one.read() for one in recorded_marked]
         labels = self._carried(arms, plain, marked)
+        self.marked = labels is None
+        if self.marked:  # they are to be published, so they are taken as such
+            marked = [one.read() for one in self._recordings(arms, marking=True, shared=False)]
         self.progress("labelling")
         marked_clean = _without_lookalikes(*label(marked[0], self.secret, armed_in(arms[0])))
         marked_labels = [
             label(profile, self.secret, armed_in(arm), marked_clean)
             for arm, profile in zip(arms, marked, strict=True)
         ]
-        self.marked = labels is None
         published = marked_labels if labels is None else list(zip(plain, labels, strict=True))
         records = []
         for number, (arm, (trace, segments)) in enumerate(zip(arms, published, strict=True)):
@@ -328,18 +330,20 @@ class Session:
                 self.differences.append({"trace_id": records[-1].trace_id, **msgspec.to_builtins(different)})
         return records
 
-    def _recordings(self, arms: list[list[Injected]], *, marking: bool) -> list[profiling.Recording]:
+    def _recordings(
+        self, arms: list[list[Injected]], *, marking: bool, shared: bool
+    ) -> list[profiling.Recording]:
         taken = {
-            number: self._recording(arms[number], marking=marking)
+            number: self._recording(arms[number], marking=marking, shared=shared)
             for number in self.rng.sample(range(len(arms)), len(arms))
         }
         return [taken[number] for number in range(len(arms))]
 
-    def _recording(self, arm: list[Injected], *, marking: bool) -> profiling.Recording:
+    def _recording(self, arm: list[Injected], *, marking: bool, shared: bool) -> profiling.Recording:
         what = " and ".join(one.name for one in arm if not one.is_lookalike) or "clean"
 
         def on_device() -> AbstractContextManager[None]:
-            return self._alone(f"profiling {what}{' with markers' if marking else ''}")
+            return self._on_device(f"profiling {what}{' with markers' if marking else ''}", shared=shared)
 
         with armed(arm):
             settle = max((one.variant.settle_steps for one in arm), default=0)
@@ -359,7 +363,7 @@ class Session:
             profile = first
             for attempt in range(ATTEMPTS):
                 if attempt:
-                    profile = self._recording(arm, marking=True).read()
+                    profile = self._recording(arm, marking=True, shared=True).read()
                 segments = carried(profile, self.secret, armed_in(arm), trace, clean)
                 if self.loop.world.smallest(int(segments is not None)):  # on all ranks alike
                     break

@@ -6,6 +6,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import tiny
 import torch
 from torch import nn
 
-from torchtraceap.collect import loader, session
+from torchtraceap.collect import loader, session, turn
 from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.devices import hardware
 from torchtraceap.collect.labelling import Armed, label, strip
@@ -25,6 +26,7 @@ from torchtraceap.collect.model import ZOO
 from torchtraceap.collect.plan import Injection, Job
 from torchtraceap.collect.processes import locked
 from torchtraceap.collect.profiling import LEAD_IN, PROFILED_STEPS
+from torchtraceap.collect.server import WAITING
 from torchtraceap.collect.session import run_job
 from torchtraceap.dataset.build import check
 from torchtraceap.dataset.parquet import read_metadata, read_traces
@@ -394,11 +396,34 @@ def test_marked_profiles_stand_in_for_all_if_those_of_one_arm_differ(
     summary, records = run(job(COPY, OPTIMIZER), tmp_path)
     assert summary["marked"]
     assert told_of(tmp_path)["marked"]
-    assert [marking for marking, _, _ in taken] == [False] * 3 + [True] * (3 + session.ATTEMPTS - 1)
-    first_marked = taken[3:6]
+    assert [marking for marking, _, _ in taken] == [False] * 3 + [True] * (3 + session.ATTEMPTS - 1 + 3)
     for record in records:
-        assert source_of(record, first_marked)[0]
+        assert source_of(record, taken[-3:])[0]  # taken alone, as the others before them were not
         assert bool(record.segments) == bool(record.instances)
+
+
+def test_what_is_timed_has_the_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[tuple[bool, str]] = []
+
+    def watched(path: Path, *, shared: bool = False) -> AbstractContextManager[None]:
+        held.append((shared, ""))
+        return locked(path, shared=shared)
+
+    def progress(text: str) -> None:
+        if held and not held[-1][1] and text != WAITING:
+            held[-1] = held[-1][0], text
+
+    monkeypatch.setattr(turn, "locked", watched)
+    out = tmp_path / "a.parquet"
+    run_job(job(COPY), out, device="cpu", event_cap=10**6, progress=progress, gate=tmp_path / "lock")
+    assert [(shared, text.split()[0], "with markers" in text) for shared, text in held] == [
+        (True, "placing", False),
+        (False, "measuring", False),
+        (False, "profiling", False),
+        (False, "profiling", False),
+        (True, "profiling", True),
+        (True, "profiling", True),
+    ]
 
 
 def test_a_profile_that_differs_by_chance_is_taken_again(

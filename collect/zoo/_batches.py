@@ -46,12 +46,13 @@ LARGE: BatchSizes = {
 }
 """One to three billion parameters (with gradients and optimizer states 40 GB), or minutes a step on a CPU."""
 
-LARGEST = 256
+LARGEST = 128
 """Samples a batch at most: more of a small model's would be a test of the loader."""
 
-ROOM_MB = 32 * 1024
-"""Activations of the large batch at most, counted in fp32: half of it under bfloat16 autocast, for GPUs from
-24 GiB."""
+ROOM_MB = 16 * 1024
+"""Activations of the large batch at most, counted in fp32: half of it under bfloat16 autocast. An H200 is
+busy with that for most of a step, which is what the large batch is for; twice as much takes twice as long to
+measure and shows the same."""
 
 QUICK_GFLOP, SLOW_GFLOP = 3.0, 30.0
 """Forward pass of one sample, above which a CPU runs no large batch, and does not train."""
