@@ -410,6 +410,7 @@ def test_what_is_timed_has_the_device_alone(tmp_path: Path, monkeypatch: pytest.
         return locked(path, shared=shared)
 
     def progress(text: str) -> None:
+        told.append(text)
         if held and not held[-1][1] and text != WAITING:
             held[-1] = held[-1][0], text
 
