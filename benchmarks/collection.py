@@ -11,6 +11,7 @@ and begins anew for the next one. With ``--run`` the traces are kept.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import subprocess
 import sys
@@ -96,6 +97,8 @@ def tell(report: RunReport, names: list[str], lanes: int) -> float:
     )
     for name, why in report.failed.items():
         print(f"  failed: {name}: {why}")
+    if report.left:
+        print(f"  not begun within the budget: {len(report.left)} workloads")
     stages = Counter(report.stages)
     total = stages.total()
     print("  " + ", ".join(f"{stage} {spent / total:.0%}" for stage, spent in stages.most_common()))
@@ -114,6 +117,9 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, help="workloads side by side a device (default: 3; on a CPU 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory-limit", type=float, metavar="GIB", help="main memory of a workload")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds after which no further workload starts"
+    )
     parser.add_argument("--run", type=Path, help="where traces go and stay; an earlier run is taken up")
     options = parser.parse_args()
     found = devices.groups(options.device)
@@ -124,7 +130,9 @@ def main() -> None:
     memory = int(options.memory_limit * 2**30) if options.memory_limit else None
     with tempfile.TemporaryDirectory() as folder:
         run = options.run or Path(folder) / "run"
-        report = collect(jobs, run, devices=names, lanes=lanes, resume=True, memory_limit=memory)
+        report = collect(
+            jobs, run, devices=names, lanes=lanes, resume=True, memory_limit=memory, budget=options.budget
+        )
     rate = tell(report, names, lanes)
     seconds = peer_seconds(jobs[:PEERS], names[0])
     peer = PROFILES * 60 / seconds

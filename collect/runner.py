@@ -300,12 +300,13 @@ class _Running(Generic[AnyJob]):
 
     def _next(self, device: str, others: Sequence[_Attempt[AnyJob]]) -> _Attempt[AnyJob] | None:
         """What may run on a device beside ``others``; None if it has to wait for their end."""
-        for attempt in self.waiting:
-            if attempt.alone == device:
-                return None if others else attempt
         if any(one.alone for one in others):
             return None
-        return next((attempt for attempt in self.waiting if attempt.alone is None), None)
+        for attempt in self.waiting:
+            if attempt.alone is None:
+                return attempt
+        # Last, and one after the other: for each, all lanes but one stand still.
+        return None if others else next((one for one in self.waiting if one.alone == device), None)
 
     def follow(self) -> None:
         """Wait until lanes have something to say, and act on it."""

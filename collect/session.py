@@ -284,7 +284,7 @@ class Session:
                         steps=min(steps, one.variant.max_block_steps or steps),
                         settle=one.variant.settle_steps,
                         rng=self.rng,
-                        looks=LOOKS[:-1] if one.is_lookalike else LOOKS,  # the measurement can only object
+                        looks=LOOKS[:1] if one.is_lookalike else LOOKS,  # the measurement can only object
                     )
                 if len(arm) == 1:
                     costs.append(one.cost)

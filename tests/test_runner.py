@@ -239,6 +239,13 @@ def test_what_does_not_fit_beside_others_keeps_its_batch(tmp_path: Path) -> None
     assert not any("batch_size" in line for line in log(tmp_path))
 
 
+def test_what_needs_a_device_alone_runs_when_nothing_else_is_left(tmp_path: Path) -> None:
+    report = run("fits_alone.1 fits_alone.2 ok.1 ok.2 ok.3", tmp_path, lanes=2)
+    again = {line["job"] for line in log(tmp_path) if line["event"] == "again"}
+    assert again
+    assert set(report.done[-len(again) :]) == again
+
+
 def test_what_has_a_device_alone_leaves_the_others_at_work(tmp_path: Path) -> None:
     models = "fits_alone.1 outlasts.1 fits_alone.2 outlasts.2"
     report = run(models, tmp_path, devices=["cuda:0", "cuda:1"], lanes=2, time_limit=SECONDS)

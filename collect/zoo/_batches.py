@@ -11,19 +11,19 @@ LIGHT: BatchSizes = {
 """Classifiers and the like: at the small size a GPU waits for launches, at the large one it is full."""
 
 MEDIUM: BatchSizes = {
-    "gpu": {"train": (8, 32), "infer": (1, 16)},
+    "gpu": {"train": (2, 8), "infer": (1, 8)},
     "cpu": {"train": (2,), "infer": (1, 2)},
 }
 """Dense prediction and detection."""
 
 HEAVY: BatchSizes = {
-    "gpu": {"train": (2, 8), "infer": (1, 8)},
+    "gpu": {"train": (2, 4), "infer": (1, 4)},
     "cpu": {"train": (2,), "infer": (1,)},
 }
 """High resolutions, video and diffusion models."""
 
 NO_CPU_TRAINING: BatchSizes = {
-    "gpu": {"train": (2, 8), "infer": (1, 8)},
+    "gpu": {"train": (2, 4), "infer": (1, 4)},
     "cpu": {"train": (), "infer": (1,)},
 }
 """Hundreds of millions of parameters: gradients and optimizer states are out of a CPU's reach."""
