@@ -7,10 +7,11 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -61,13 +62,36 @@ def machine_memory() -> int:
     return min(limits)
 
 
+POLL_SECONDS = 0.01
+
+
 @contextmanager
 def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock on ``path`` while the block runs, alone or with others that share it."""
-    with path.open("wb") as file:
-        # Goes with this process and its workers, however they end.
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    """Hold a lock on ``path`` while the block runs, alone or with others that share it.
+
+    Who wants it alone goes first. Those who would share it gather meanwhile and then have it at once; let in
+    as they come, they would have it one by one, each between two that have it alone.
+    """
+    with path.open("wb") as file, path.with_suffix(".wanted").open("wb") as wanted:
+        # Either lock goes with this process and its workers, however they end.
+        if shared:
+            while not (_tried(wanted, fcntl.LOCK_EX) and _tried(file, fcntl.LOCK_SH)):
+                fcntl.flock(wanted, fcntl.LOCK_UN)
+                time.sleep(POLL_SECONDS)
+        else:
+            fcntl.flock(wanted, fcntl.LOCK_SH)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(wanted, fcntl.LOCK_UN)
         try:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # loader workers forked meanwhile hold the file open
+
+
+def _tried(file: IO[bytes], kind: int) -> bool:
+    """Whether the lock could be had without waiting."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

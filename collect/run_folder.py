@@ -18,6 +18,7 @@ import fcntl
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -42,12 +43,13 @@ class RunFolder:
         self._log = log
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append a line to the log.
+        """Append a line to the log, with the time of now.
 
         Raises:
             UserError: It cannot be written, as the disk is full, say.
         """
-        line = msgspec.json.encode(entry) + b"\n"
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = msgspec.json.encode({"at": now, **entry}) + b"\n"
         try:
             while line:  # a disk with little room left takes a part, and says why only when asked again
                 line = line[self._log.write(line) :]
