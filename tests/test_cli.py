@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from traces import random_record
 
-from torchtraceap import console
+from torchtraceap import __version__, console
 from torchtraceap.cli import main
 from torchtraceap.collect import runner
 from torchtraceap.collect.model import ZOO
@@ -64,7 +64,7 @@ def refused(result, *parts):
 
 
 def test_version(traceap):
-    assert traceap("--version") == (0, "traceap 0.1.0\n", "")
+    assert traceap("--version") == (0, f"traceap {__version__}\n", "")
 
 
 def test_alone_it_prints_help(traceap):

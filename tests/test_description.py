@@ -183,7 +183,7 @@ def test_croissant_is_valid_and_reads_the_rows(dataset: Path, caplog) -> None:
     issues = croissant.metadata.ctx.issues
     assert not issues.errors
     assert not issues.warnings
-    assert croissant.metadata.version == "0.1.0"
+    assert croissant.metadata.version == __version__
     sums = read_checksums(dataset)
     files = {file.id: file.sha256 for file in croissant.metadata.distribution if hasattr(file, "sha256")}
     assert {name: sums[name] for name in sums if name.startswith("data/")} == {

@@ -16,11 +16,12 @@ from fake_hub import TOKEN, Answer, Hub, serving
 from huggingface_hub import constants
 from releases import release
 
+from torchtraceap import __version__
 from torchtraceap.cli import main
 from torchtraceap.dataset.checksums import read_checksums, write_checksums
 
 NAME = "lab/traces"
-VERSION = "v0.1.0"
+VERSION = f"v{__version__}"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ Subpackages: ``labels`` (the anti-patterns), ``dataset`` (tables), ``collect`` (
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # In a checkout the subpackages lie beside this folder, as pyproject.toml maps them. An editable installation
 # knows; any other fails on them when Python runs in the checkout and so finds this file before its own.
