@@ -484,3 +484,19 @@ def test_the_command_that_users_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert report.failed == {}
     assert report.traces == 2
     assert len(list(read_traces(shard_path(tmp_path, plan[0])))) == 2
+
+
+def test_memory_and_open_files_stay_flat_over_five_hundred_workloads(tmp_path: Path) -> None:
+    own = psutil.Process()
+    seen: list[tuple[int, int]] = []
+
+    def look(event: JobEvent) -> None:
+        if event.kind == "done":
+            lanes = own.children()
+            seen.append((sum(one.memory_info().rss for one in (own, *lanes)), own.num_fds()))
+
+    report = run(" ".join(f"ok.{i}" for i in range(500)), tmp_path, look)
+    assert len(report.done) == len(seen) == 500
+    (early, files), (late, files_late) = seen[100], seen[-1]
+    assert late - early < 4 << 20
+    assert files_late == files
