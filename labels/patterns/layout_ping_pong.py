@@ -36,24 +36,51 @@ def _order(x: Tensor) -> Order:
     return tuple(sorted(range(x.ndim), key=lambda dim: -strides[dim]))
 
 
-def _other(order: Order) -> Order:
-    """Dimension 1 innermost (channels last, for an image) if ``order`` is the plain one, else that one."""
-    plain = tuple(range(len(order)))
-    return (0, *plain[2:], 1) if order == plain else plain
+def _other(x: Tensor) -> Order:
+    """Dimension 1 innermost (channels last, for an image) if ``x`` lies in the plain order, else that one."""
+    plain = tuple(range(x.ndim))
+    return (0, *plain[2:], 1) if _order(x) == plain or x.is_contiguous() else plain
 
 
 def _inverse(order: Order) -> Order:
     return tuple(sorted(range(len(order)), key=lambda dim: order[dim]))
 
 
-def _copied(x: Tensor, order: Order) -> Tensor:
-    """``x`` with its dimensions in ``order`` in memory; a copy, if they are not.
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether ``to`` and convolutions take an image for channels last.
+
+    They go by the strides of all dimensions, where ``is_contiguous`` leaves out those of one entry.
+    """
+    least = 1
+    for dim in (1, 3, 2, 0):
+        if x.stride(dim) < least:
+            return False
+        least = x.stride(dim) * x.shape[dim]
+    return True
+
+
+def _is_unnamed(x: Tensor) -> bool:
+    """Whether it is an image that lies in memory as channels last, and yet is not taken for it.
+
+    So are tokens of one sample that were made an image: the stride of the batch is that of a token. A copy
+    with the usual strides would have the convolutions behind it run in another layout.
+    """
+    import torch
+
+    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not _is_channels_last(x)
+
+
+def _copied(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` in the memory order of ``like``; a copy, if it is not.
 
     No view of a copy, where the order has a name: autograd records a write to a view in other operators than
     one to the activation itself, and a module behind this may write in place.
     """
     import torch
 
+    if _is_unnamed(like):
+        return torch.empty_like(like, requires_grad=False).copy_(x)
+    order = _order(like)
     if order == (0, 2, 3, 1):
         return x.contiguous(memory_format=torch.channels_last)
     if order == tuple(range(len(order))):
@@ -63,9 +90,8 @@ def _copied(x: Tensor, order: Order) -> Tensor:
 
 def _permute(loop: Loop) -> list[Site]:
     def body(x: Tensor) -> Tensor:
-        order = _order(x)
-        other = _other(order)
-        return _copied(x.permute(other).contiguous().permute(_inverse(other)), order)
+        other = _other(x)
+        return _copied(x.permute(other).contiguous().permute(_inverse(other)), x)
 
     return _sites(loop, body)
 
@@ -74,13 +100,14 @@ def _memory_format(loop: Loop) -> list[Site]:
     import torch
 
     def body(x: Tensor) -> Tensor:
-        order = _order(x)
-        if order == (0, 2, 3, 1):
+        if _is_channels_last(x):
             return x.to(memory_format=torch.contiguous_format).to(memory_format=torch.channels_last)
-        y = x.to(memory_format=torch.channels_last)
         # ``to`` takes any order but channels last for contiguous; a permuted view gets back its own.
-        plain = order == (0, 1, 2, 3)
-        return y.to(memory_format=torch.contiguous_format) if plain else _copied(y, order)
+        if _is_unnamed(x):
+            return _copied(x.contiguous(), x)
+        y = x.to(memory_format=torch.channels_last)
+        plain = _order(x) == (0, 1, 2, 3)
+        return y.to(memory_format=torch.contiguous_format) if plain else _copied(y, x)
 
     return activation_sites(loop, body, suits=_is_image)
 
@@ -89,7 +116,7 @@ def _copy_into(loop: Loop) -> list[Site]:
     import torch
 
     def body(x: Tensor) -> Tensor:
-        other = _other(_order(x))
+        other = _other(x)
         source = x.permute(other)
         # Not into a permuted view: the backward of a write through a view copies the gradient once more.
         there = torch.empty(source.shape, dtype=x.dtype, device=x.device).copy_(source)
