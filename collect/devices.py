@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from torchtraceap.collect.cores import GIVEN
 from torchtraceap.errors import UserError
 
 BESIDE_THREADS = 4
@@ -150,7 +151,7 @@ def hardware(device: torch.device, count: int = 1) -> dict[str, Any]:
         "driver": "",
         "runtime": "",
         "cpu_name": cpu,
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": len(GIVEN),
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "os": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

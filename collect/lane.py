@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from torchtraceap.collect.cores import Cores
 from torchtraceap.collect.server import Lines, Request
 
 SERVER = (sys.executable, "-P", "-m", "torchtraceap.collect.server")
@@ -41,7 +42,15 @@ class Lane:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def submit(self, work: str, arguments: Any, *, time_limit: float, memory_limit: int = 0) -> bool:
+    def submit(
+        self,
+        work: str,
+        arguments: Any,
+        *,
+        time_limit: float,
+        memory_limit: int = 0,
+        cores: Cores | None = None,
+    ) -> bool:
         """Start a workload; the one before must have ended. Whether a server had to be started for it.
 
         See :class:`Request` for the arguments.
@@ -62,6 +71,7 @@ class Lane:
             scratch=self._scratch,
             gate=self.gate,
             memory_limit=memory_limit,
+            cores=cores,
         )
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")

@@ -21,7 +21,7 @@ import math
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from torchtraceap.collect import EVENT_CAP, SHARD_MB, TIME_LIMIT, probe
+from torchtraceap.collect.cores import Cores, division
 from torchtraceap.collect.lane import Lane
 from torchtraceap.collect.plan import Job, Order
 from torchtraceap.collect.processes import machine_memory
@@ -191,7 +192,11 @@ def run_jobs(
             full.
     """
     begin = time.monotonic()
-    limits = _Limits(time_limit, memory_limit or int(MEMORY_SHARE * machine_memory()))
+    limits = _Limits(
+        time_limit,
+        memory_limit or int(MEMORY_SHARE * machine_memory()),
+        division(devices) if lanes > 1 else {},
+    )
     with claimed(run, jobs, resume) as folder, ExitStack() as opened:
         opened.callback(folder.remove_torn)  # when all lanes have ended
         running = _Running(folder, work, limits, on_event)
@@ -215,10 +220,11 @@ def run_jobs(
 
 @dataclass(frozen=True)
 class _Limits:
-    """Seconds and bytes that a workload may take."""
+    """Seconds and bytes that a workload may take, and by device which cores, where they are divided."""
 
     time: float
     memory: int
+    cores: Mapping[str, Cores]
 
 
 class _Attempt(Generic[AnyJob]):
@@ -295,6 +301,7 @@ class _Running(Generic[AnyJob]):
                 self.work.arguments(attempt.job, attempt.batch_size),
                 time_limit=self.limits.time,
                 memory_limit=self.limits.memory,
+                cores=self.limits.cores.get(lane.device),
             ):
                 self._progress(attempt, "importing the model libraries")
 

@@ -7,7 +7,8 @@ process. When standard input closes, because the runner ended or was killed, the
 ends.
 
     <- {"work": "collect", "arguments": {...}, "device": "cuda:0", "time_limit": 600.0,
-        "scratch": "/tmp/traceap-x", "gate": "run/device-0.lock", "memory_limit": 64000000000}
+        "scratch": "/tmp/traceap-x", "gate": "run/device-0.lock", "memory_limit": 64000000000,
+        "cores": {"timed": [0, 1, 2, 3], "others": [4, 5, 6, 7]}}
     -> {"event": "progress", "text": "measuring host_sync/item"}
     -> {"event": "done", "result": {...}}
        or   {"event": "failed", "error": "one line", "kind": "out_of_memory"}  (collect/failures.py)
@@ -32,6 +33,7 @@ from typing import Any
 
 import msgspec
 
+from torchtraceap.collect.cores import Cores
 from torchtraceap.collect.failures import Failed, Failure, Kind, describe
 from torchtraceap.collect.processes import die_with, memory_of_session
 from torchtraceap.errors import UserError
@@ -70,6 +72,7 @@ class Request(msgspec.Struct, frozen=True):
         scratch: A folder of its own for temporary files, which the server removes.
         gate: A lock file of the device if others use it too, else empty.
         memory_limit: Bytes that its processes may have together; 0: no limit.
+        cores: Which it has while it has the device alone, and which else; None: all, all the time.
     """
 
     work: str
@@ -79,6 +82,7 @@ class Request(msgspec.Struct, frozen=True):
     scratch: str
     gate: str = ""
     memory_limit: int = 0
+    cores: Cores | None = None
 
 
 def serve() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from torchtraceap.collect import SHARD_MB, devices, profiling
 from torchtraceap.collect.compiled import absent_when_compiled, compile_network
+from torchtraceap.collect.cores import Cores
 from torchtraceap.collect.cutting import keep_steps, steps_below
 from torchtraceap.collect.dispatch import WAITING
 from torchtraceap.collect.distributed import World, distribute, join, leave, run_ranks, share_cpu
@@ -61,6 +62,7 @@ def run_request(request: Request, progress: Progress) -> dict[str, Any]:
         event_cap=order.event_cap,
         shard_mb=order.shard_mb,
         gate=Path(request.gate) if request.gate else None,
+        cores=request.cores,
         progress=progress,
     )
 
@@ -73,6 +75,7 @@ def run_job(
     event_cap: int,
     progress: Progress,
     gate: Path | None = None,
+    cores: Cores | None = None,
     shard_mb: float = SHARD_MB,
 ) -> dict[str, Any]:
     """Collect the traces of one workload into a shard.
@@ -84,6 +87,8 @@ def run_job(
         event_cap: A trace with more events is cut to two or one of its steps, which is recorded.
         progress: Told in a few words what is going on.
         gate: A lock file to hold while the device is used, if others want it too.
+        cores: Which to use while the gate is held alone, and which else. The ranks of a distributed workload
+            use all, as each times what it does and only the first holds the gate.
         shard_mb: A shard above so many megabytes is several files.
 
     Returns:
@@ -96,7 +101,7 @@ def run_job(
         RuntimeError: A rank of a distributed workload ended early.
     """
     if job.runtime != "distributed":
-        return _run(job, out, device, event_cap, progress, gate, shard_mb)
+        return _run(job, out, device, event_cap, progress, gate, shard_mb, cores=cores)
 
     def main(rank: int, store: Path) -> dict[str, Any]:
         if rank > 0:
@@ -116,6 +121,7 @@ def _run(
     shard_mb: float,
     rank: int = 0,
     store: Path | None = None,
+    cores: Cores | None = None,
 ) -> dict[str, Any]:
     """The workload, or one rank of it: those of a distributed workload find each other through ``store``."""
     where = devices.prepare(device, rank)
@@ -123,7 +129,7 @@ def _run(
         share_cpu(job.world_size)
     progress("building")
     world = World()
-    with closing(Turn(gate, progress)) as turn:
+    with closing(Turn(gate, progress, cores)) as turn:
 
         def take_device() -> None:
             turn.take(shared=True)  # placing, surveying and warming up are not timed
@@ -222,6 +228,7 @@ class Session:
             "event_cap": self.event_cap,
             "block_steps": steps,
             "marked": self.marked,
+            "timed_cores": self.turn.timed_cores,
             "null_trials": [msgspec.to_builtins(seen) for seen in self.nulls],
             "differences": differences,
             "unpaired": unpaired_waits,

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 
-from torchtraceap.collect import lane, run_folder, server
+from torchtraceap.collect import cores, lane, run_folder, server
 from torchtraceap.collect.plan import Injection, Job
 from torchtraceap.collect.run_folder import shard_path
 from torchtraceap.collect.runner import JobEvent, collect, halved_batches
@@ -135,6 +135,32 @@ def test_devices_run_side_by_side(tmp_path: Path) -> None:
     report = run("meets.1 meets.2 ok", tmp_path, devices=["cpu", "cpu:0"], time_limit=SECONDS)
     assert len(report.done) == 3
     assert not list(tmp_path.glob("device-*.lock"))  # nobody shares one
+
+
+@pytest.mark.parametrize(
+    ("devices", "lanes", "timed"),
+    [
+        (["cuda:0", "cuda:1"], 2, {"cuda:0": [0, 1, 2, 3], "cuda:1": [8, 9, 10, 11]}),
+        (["cuda:0", "cuda:1"], 1, {"cuda:0": None, "cuda:1": None}),
+        (["cpu"], 2, {"cpu": None}),
+    ],
+)
+def test_lanes_of_a_gpu_are_told_which_cores_to_use(
+    devices, lanes, timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    class Watched(lane.Lane):
+        def submit(self, *args, cores, **options):
+            told.append((self.device, cores))
+            return super().submit(*args, cores=cores, **options)
+
+    monkeypatch.setattr(cores, "physical", lambda: [frozenset({cpu}) for cpu in range(16)])
+    report = run("ok.1 ok.2 ok.3 ok.4", tmp_path, devices=devices, lanes=lanes, open_lane=Watched)
+    assert len(report.done) == len(told) == 4
+    assert {device: one and one.timed for device, one in told} == timed
+    assert all((one and one.timed) == timed[device] for device, one in told)
+    assert all(one is None or one.others == [4, 5, 6, 7, 12, 13, 14, 15] for _, one in told)
 
 
 def test_a_spent_budget_lets_what_runs_end(tmp_path: Path) -> None:

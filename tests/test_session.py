@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 from torchtraceap.collect import loader, session, turn
+from torchtraceap.collect.cores import GIVEN, Cores, confine
 from torchtraceap.collect.cutting import keep_steps
 from torchtraceap.collect.devices import hardware
 from torchtraceap.collect.labelling import Armed, label, strip
@@ -31,6 +34,7 @@ from torchtraceap.collect.session import run_job
 from torchtraceap.dataset.build import check
 from torchtraceap.dataset.parquet import read_metadata, read_traces
 from torchtraceap.dataset.schema import SESSION_KEY, TRACE_META
+from torchtraceap.dataset.shards import read_session
 from torchtraceap.dataset.trace import Trace, TraceRecord
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost, conclude
@@ -206,6 +210,7 @@ def test_what_the_file_says_of_its_making(tmp_path: Path) -> None:
     assert session_["skipped"] == ["host_sync/item: host_sync needs a GPU"]
     assert session_["event_cap"] == 60_000
     assert session_["unpaired"] == []
+    assert session_["timed_cores"] is None
     assert session_["block_steps"] >= 1
     injected = [r for r in records if any(i.source == "injected" for i in r.instances)]
     assert session_["differences"] == [
@@ -425,6 +430,60 @@ def test_what_is_timed_has_the_device_alone(tmp_path: Path, monkeypatch: pytest.
         (True, "profiling", True),
         (True, "profiling", True),
     ]
+
+
+@pytest.mark.skipif(len(GIVEN) < 2 or sys.platform != "linux", reason="needs two CPUs, on Linux")
+def test_what_is_timed_has_cores_of_its_own(tmp_path: Path) -> None:
+    timed, other = sorted(GIVEN)[:2]
+    found: dict[str, set[int]] = {}
+
+    def progress(text: str) -> None:
+        told.append(text)
+        if text != WAITING:
+            found[f"{text.split()[0]}{' with markers' if 'with markers' in text else ''}"] = (
+                os.sched_getaffinity(0)
+            )
+
+    try:
+        run_job(
+            job(COPY),
+            tmp_path / "shard.parquet",
+            device="cpu",
+            event_cap=10**6,
+            progress=progress,
+            gate=tmp_path / "lock",
+            cores=Cores([timed], [other]),
+        )
+        assert os.sched_getaffinity(0) == {other}
+    finally:
+        confine(sorted(GIVEN))
+    del found["building"]  # said before the turn is there
+    assert found == {
+        "placing": {other},
+        "surveying": {other},
+        "warming": {other},
+        "measuring": {timed},
+        "profiling": {timed},
+        "profiling with markers": {other},
+        "reading": {other},
+        "labelling": {other},
+    }
+    session_ = told_of(tmp_path)
+    assert session_["timed_cores"] == 1
+    assert session_["hardware"] == hardware(torch.device("cpu"))  # what the machine has, not the session
+    assert read_session(tmp_path / "shard.parquet").hardware == session_["hardware"]
+
+
+def test_ranks_use_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(session, "_run", lambda *_, **options: asked.append(options) or {})
+    monkeypatch.setattr(
+        session, "run_ranks", lambda size, main: [main(n, tmp_path) for n in range(size)].pop()
+    )
+    cores = Cores([0], [1])
+    for one in (job(COPY), job(COPY, runtime="distributed", world_size=2)):
+        run_job(one, tmp_path / "a.parquet", device="cpu", event_cap=10**6, progress=told.append, cores=cores)
+    assert asked == [{"cores": cores}, {}, {}]
 
 
 def test_a_profile_that_differs_by_chance_is_taken_again(
