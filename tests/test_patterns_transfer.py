@@ -37,6 +37,36 @@ def make_loop(mode: Mode = "train") -> closing[Loop]:
     return closing(Loop(tiny.spec(), mode, 4, CPU, secret="s", seed=1))
 
 
+# -- the batch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch_size", "copies"), [(1, []), (3, [2, 1])])
+def test_a_batch_is_copied_in_two_if_it_has_two_halves(batch_size: int, copies: list[int]) -> None:
+    twin = PATTERNS["pageable_h2d"].variant("two_copies")
+    x = torch.arange(batch_size * 2).reshape(batch_size, 2)
+    state = State(host={"x": x})
+    with closing(Loop(tiny.spec(), "infer", batch_size, CPU, secret="s", seed=1)) as loop:
+        sites = twin.sites(loop)
+    with _Copies() as seen:
+        for site in sites:
+            site.body(state, None)
+    assert seen.samples == copies
+    assert not sites or torch.equal(state.batch["x"], x)
+
+
+class _Copies(TorchDispatchMode):
+    """How many samples each ``copy_`` took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.samples.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
 # -- a tensor made on the CPU ---------------------------------------------------------------------------
 
 

@@ -55,6 +55,9 @@ def _two_copies(loop: Loop) -> list[Site]:
     import torch
     from torch.utils._pytree import tree_map
 
+    if loop.batch_size < 2:
+        return []  # one sample has no two halves
+
     def copy(t: Tensor) -> Tensor:
         out = torch.empty_like(t, device=loop.device)
         half = (len(t) + 1) // 2
