@@ -18,7 +18,7 @@ COLUMNS: Final = {
     "segment_f1": "F1",
     "recovered_cost": "cost found",
     "false_alarms": "alarms",
-    "window_auroc_any": "AUROC",
+    "window_auroc_pattern": "AUROC",
     "window_accuracy": "accuracy",
 }
 """Metrics that are shown unless others are asked for, with their headings."""
