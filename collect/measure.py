@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
+from torchtraceap.collect.model import DeviceKind
 from torchtraceap.labels.cost import LOOKS, Cost, Look, conclude, look, report_pairs
 
 BLOCK_SECONDS = {"cpu": 0.05, "gpu": 0.01}
@@ -24,9 +25,10 @@ together, and many short pairs say more than few long ones.
 
 MAX_BLOCK_STEPS = 10
 
-TIME_BUDGET = 4.0
+TIME_BUDGET = {"cpu": 12.0, "gpu": 4.0}
 """Seconds for the pairs of a decision: a look that would come later is not waited for. Steps of a second, as
-of a batch looped over sample by sample, differ so much that few pairs tell, and more would take minutes."""
+of a batch looped over sample by sample, differ so much that few pairs tell, and more would take minutes. On a
+CPU steps are longer and differ more, and nobody else waits for the device."""
 
 
 @contextmanager
@@ -62,7 +64,6 @@ def step_seconds(loop: TrainingLoop, steps: int, *, settle: int = 1) -> float:
 
 def block_steps(loop: TrainingLoop) -> int:
     """Steps a block, from the time of three."""
-    kind = "cpu" if loop.device.type == "cpu" else "gpu"
     synchronize(loop.device)
     start = time.perf_counter()
     for _ in range(3):
@@ -73,8 +74,12 @@ def block_steps(loop: TrainingLoop) -> int:
     seconds = loop.world.largest((done - start) / 3)
     # A GPU that still works on one step while the host launches the next: a single step would not show that.
     runs_ahead = loop.world.largest(done - launched) > seconds / 2
-    wanted = math.ceil(BLOCK_SECONDS[kind] / max(seconds, 1e-6))
+    wanted = math.ceil(BLOCK_SECONDS[_kind(loop)] / max(seconds, 1e-6))
     return min(MAX_BLOCK_STEPS, max(2 if runs_ahead else 1, wanted))
+
+
+def _kind(loop: TrainingLoop) -> DeviceKind:
+    return "cpu" if loop.device.type == "cpu" else "gpu"
 
 
 def measure_cost(
@@ -126,7 +131,7 @@ def _until_settled(
         run(pairs_at_look - len(pairs))
         seen = look(pairs)
         a_pair = loop.world.largest(time.perf_counter() - begin) / len(pairs)
-        if seen.settled or next_look * a_pair > TIME_BUDGET:
+        if seen.settled or next_look * a_pair > TIME_BUDGET[_kind(loop)]:
             break
     return seen
 
