@@ -14,7 +14,7 @@ from torchtraceap.collect.plan import Injection, Job, settles_slowly
 from torchtraceap.errors import UserError
 from torchtraceap.labels.cost import Cost
 from torchtraceap.labels.pattern import PATTERNS, Mechanism, Pattern, Site, Stage, StageSite, Variant, choose
-from torchtraceap.labels.types import Instance, State
+from torchtraceap.labels.types import Instance, State, state_of_lookalike
 
 
 @dataclass(eq=False)
@@ -52,9 +52,7 @@ class Injected:
         cost = self.measured
         state: State = cost.state
         if self.is_lookalike:
-            # Harmless by construction; the measurement can only object. What it finds costly here is still
-            # no instance of the pattern, and so nothing that a detector should be judged by.
-            state = "undecided" if state == "costly" else "benign"
+            state = state_of_lookalike(state)
         return Instance(
             pattern=self.pattern.id,
             variant=self.variant.name,

@@ -1,10 +1,10 @@
 """From collected shards to the published data set: checked, decided, split, written as a whole or not at all.
 
-A shard is a Parquet file of the table ``traces`` with the JSON of its session in the metadata. Shards are
-read twice, a few traces at a time: once to check them and to decide what depends on all of them (which
-costs hold, who is on which side of the split), once to write. The first is a task a shard, the second a task
-a file of traces, in this process or in many (``parallel.map_on``). The outcome depends on the contents of the
-shards and on the seed, not on names or order, and not on where it was made.
+A source is a shard, or a file of a data set that was built before (dataset/sources.py). Sources are read
+twice, a few traces at a time: once to check them and to decide what depends on all of them (which costs hold,
+who is on which side of the split), once to write. The first is a task a source, the second a task a file of
+traces, in this process or in many (``parallel.map_on``). The outcome depends on the contents of the sources
+and on the seed, not on names or order, and not on where it was made.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from torchtraceap.dataset import schema, splits
 from torchtraceap.dataset.attribution import violations
 from torchtraceap.dataset.card import Facts, Released
 from torchtraceap.dataset.configs import DATA_FILE, SCHEMAS
+from torchtraceap.dataset.costs import InstanceKey, cost_table
 from torchtraceap.dataset.description import BESIDE, CARD, CARDS, PAGES, WRITTEN, describe
 from torchtraceap.dataset.features import shard_path
 from torchtraceap.dataset.parquet import write_table, write_traces
 from torchtraceap.dataset.pictures import Draw
 from torchtraceap.dataset.rows import segment_table
-from torchtraceap.dataset.shards import CostTests, InstanceKey, read_session, shards_of, traces_of
+from torchtraceap.dataset.shards import CostTests
+from torchtraceap.dataset.sources import hardware_of, measurements_of, records_of, sources_of
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.verify import Report, verify
 from torchtraceap.dataset.windows import WINDOWS, window_table
@@ -95,10 +97,11 @@ def build(
     date: str = "",
     draw: Draw | None = None,
 ) -> BuildReport:
-    """Make the published data set out of the shards of ``runs``.
+    """Make the published data set out of the shards of ``runs`` and the traces of data sets among them.
 
     Args:
-        runs: Folders that hold ``shards/*.parquet``.
+        runs: Folders that hold ``shards/*.parquet``, or a data set. Splits and states of a data set are not
+            kept: both depend on all traces of the new one.
         out: The data set's folder. Its ``data/`` and all that describes it are replaced, anything else stays.
         seed: Orders the units of the split.
         where: Processes that do the work; those of a cluster must see all folders under the same paths.
@@ -113,22 +116,25 @@ def build(
     """
     tell = progress or (lambda stage, done, total: None)
     out = Path(out)
-    shards = shards_of(runs)
+    sources = sources_of(runs)
     if where.ray:
-        out, shards = out.resolve(), [shard.resolve() for shard in shards]
+        # Not resolved: a file of a data set in the cache of the Hub is a link to one without a name.
+        out, sources = out.resolve(), [source.absolute() for source in sources]
     with _claimed(out):
         _require_ours(out)
-        return _build(shards, out, seed, where, tell, date, draw)
+        return _build(sources, out, seed, where, tell, date, draw)
 
 
 def _build(
-    shards: Sequence[Path], out: Path, seed: int, where: Where, tell: Progress, date: str, draw: Draw | None
+    sources: Sequence[Path], out: Path, seed: int, where: Where, tell: Progress, date: str, draw: Draw | None
 ) -> BuildReport:
     survey = _Survey()
-    tell("checking", 0, len(shards))
-    for done, (shard, seen) in enumerate(zip(shards, map_on(where, examine, shards), strict=True), start=1):
-        survey.add(shard, seen)
-        tell("checking", done, len(shards))
+    tell("checking", 0, len(sources))
+    for done, (source, seen) in enumerate(
+        zip(sources, map_on(where, examine, sources), strict=True), start=1
+    ):
+        survey.add(source, seen)
+        tell("checking", done, len(sources))
     decisions = _decide(survey, seed)
 
     work = Path(tempfile.mkdtemp(prefix=WORK[0], suffix=WORK[1], dir=out))
@@ -172,30 +178,31 @@ def _require_kept(report: Report) -> None:
 
 @dataclass(frozen=True)
 class Examined:
-    """What is known of a shard that has been read and checked; no events."""
+    """What is known of a source that has been read and checked; no events."""
 
     hardware: pa.Table
     members: list[splits.Member]
     tests: CostTests
 
 
-def examine(shard: Path) -> Examined:
-    """Read and check a shard.
+def examine(source: Path) -> Examined:
+    """Read and check a source.
 
     Raises:
         UserError: It is broken or holds what cannot be published.
     """
-    session = read_session(shard)
-    hardware = _hardware_table(session.hardware, shard)
-    hardware_id = hardware["hardware_id"][0].as_py()
+    hardware = pa.concat_tables([_hardware_table(row, source) for row in hardware_of(source)])
+    machines = hardware["hardware_id"].to_pylist()
+    measurements = measurements_of(source)
     members, tests = [], CostTests()
-    for record in traces_of(shard):
-        where = f"{shard}: trace {record.trace_id}"
+    for record in records_of(source):
+        where = f"{source}: trace {record.trace_id}"
         check(record, where)
-        if record.meta["hardware_id"] != hardware_id:
-            raise UserError(f"{where} was made on {record.meta['hardware_id']}, its session on {hardware_id}")
+        if record.meta["hardware_id"] not in machines:
+            known = ", ".join(machines)
+            raise UserError(f"{where} was made on {record.meta['hardware_id']}, what is known is {known}")
         members.append(splits.member(record))
-        tests.add(record, session.p_costly, where)
+        tests.add(record, measurements, where)
     return Examined(hardware, members, tests)
 
 
@@ -212,24 +219,25 @@ def _hardware_table(row: dict[str, Any], shard: Path) -> pa.Table:
 
 @dataclass
 class _Survey:
-    """What is known after each shard has been read once; no events."""
+    """What is known after each source has been read once; no events."""
 
     members: dict[str, splits.Member] = field(default_factory=dict)
-    shard_of: dict[str, Path] = field(default_factory=dict)
+    source_of: dict[str, Path] = field(default_factory=dict)
     hardware: dict[str, tuple[pa.Table, Path]] = field(default_factory=dict)
     tests: CostTests = field(default_factory=CostTests)
     _signatures: dict[frozenset[Any], splits.Signature] = field(default_factory=dict)
 
-    def add(self, shard: Path, seen: Examined) -> None:
-        """Take up what was seen in a shard, if it agrees with the others."""
-        self._add_hardware(seen.hardware, shard)
+    def add(self, source: Path, seen: Examined) -> None:
+        """Take up what was seen in a source, if it agrees with the others."""
+        for row in range(len(seen.hardware)):
+            self._add_hardware(seen.hardware.slice(row, 1), source)
         for member in seen.members:
-            if other := self.shard_of.get(member.trace_id):
+            if other := self.source_of.get(member.trace_id):
                 raise UserError(
-                    f"{shard}: trace {member.trace_id} is also in {other}; give each run once and keep one "
-                    "of the two"
+                    f"{source}: trace {member.trace_id} is also in {other}; give each run once, and no data "
+                    "set beside a run that it was made of"
                 )
-            self.shard_of[member.trace_id] = shard
+            self.source_of[member.trace_id] = source
             # Most of what is known of a trace; the same for all traces of a program, and so kept once.
             signature = self._signatures.setdefault(frozenset(member.signature.items()), member.signature)
             self.members[member.trace_id] = replace(member, signature=signature)
@@ -241,20 +249,20 @@ class _Survey:
         tables = [self.hardware[name][0] for name in sorted(used)]
         return pa.concat_tables([schema.HARDWARE.empty_table(), *tables])
 
-    def _add_hardware(self, table: pa.Table, shard: Path) -> None:
+    def _add_hardware(self, table: pa.Table, source: Path) -> None:
         hardware_id = table["hardware_id"][0].as_py()
-        known, source = self.hardware.setdefault(hardware_id, (table, shard))
+        known, other = self.hardware.setdefault(hardware_id, (table, source))
         old, new = known.to_pylist()[0], table.to_pylist()[0]
         grown = [name for name in MEMORY if new[name] > old[name]]
         if grown:
-            self.hardware[hardware_id] = (table, shard)
+            self.hardware[hardware_id] = (table, source)
         if differing := [
             f"{name} {old[name]} / {new[name]}"
             for name in old
             if name not in MEMORY and old[name] != new[name]
         ]:
             raise UserError(
-                f"{shard} and {source} disagree on hardware {hardware_id}: {'; '.join(differing)}. "
+                f"{source} and {other} disagree on hardware {hardware_id}: {'; '.join(differing)}. "
                 "Build them apart, or collect one of them again"
             )
 
@@ -272,22 +280,19 @@ def _decide(survey: _Survey, seed: int) -> _Decisions:
     unit = splits.split_units(members)
     split_of_unit = splits.assign(members, unit, seed)
     placed = {m.trace_id: splits.placement(split_of_unit[unit[m.trace_id]], m.heldout) for m in members}
-
-    return _Decisions(
-        unit=unit,
-        split={trace_id: split for trace_id, split in placed.items() if split},
-        demoted=survey.tests.demoted(),
-        tested=survey.tests.count,
-    )
+    split = {trace_id: split for trace_id, split in placed.items() if split}
+    # Of what is released alone, so that it can be derived from the release.
+    tests = survey.tests.of(split.keys())
+    return _Decisions(unit=unit, split=split, demoted=tests.demoted(), tested=tests.count)
 
 
 @dataclass(frozen=True)
 class FileOfTraces:
-    """A file to write, number ``index`` of ``count`` of its split, with its windows and segments beside it.
+    """A file to write, number ``index`` of ``count`` of its split, with what belongs to them beside it.
 
     Attributes:
         folder: Of the data set.
-        sources: Shards with the ids to take from each, in the order of the file.
+        sources: Sources with the ids to take from each, in the order of the file.
         unit: Split unit by trace id.
         demoted: Instances that become undecided.
     """
@@ -304,11 +309,14 @@ class FileOfTraces:
         """Where its rows of a config go."""
         return self.folder / shard_path(config, self.split, self.index, self.count)
 
-    def records(self) -> Iterator[TraceRecord]:
-        """The records, labelled for release."""
-        for shard, ids in self.sources:
-            wanted = {record.trace_id: record for record in traces_of(shard) if record.trace_id in ids}
-            yield from (self._decided(wanted[trace_id]) for trace_id in ids)
+    def records(self) -> Iterator[tuple[TraceRecord, pa.Table]]:
+        """The records, labelled for release, with their rows of ``costs``."""
+        for source, ids in self.sources:
+            measurements = measurements_of(source)
+            wanted = {record.trace_id: record for record in records_of(source, ids)}
+            for trace_id in ids:
+                record = self._decided(wanted.pop(trace_id))
+                yield record, cost_table(record, measurements)
 
     def _decided(self, record: TraceRecord) -> TraceRecord:
         record.instances = [
@@ -322,7 +330,7 @@ class FileOfTraces:
 
 
 def write_file(file: FileOfTraces) -> list[Released]:
-    """Write the traces of a file, their windows and their segments.
+    """Write the traces of a file, their windows, their segments and their costs.
 
     Raises:
         UserError: The folder is not there, which another machine should see.
@@ -331,19 +339,22 @@ def write_file(file: FileOfTraces) -> list[Released]:
         raise UserError(
             f"{platform.node()} does not see {file.folder}: choose an output that all nodes share"
         )
-    windows, segments = [WINDOWS.empty_table()], [schema.SEGMENTS.empty_table()]
+    tables = {"windows": [WINDOWS.empty_table()], "segments": [schema.SEGMENTS.empty_table()]}
+    tables["costs"] = [schema.COSTS.empty_table()]
     released: list[Released] = []
 
-    def seen(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
-        for record in records:
-            windows.append(window_table(record))
-            segments.append(segment_table(record))
-            flags = (windows[-1][name].to_numpy().sum().item() for name in ("positive", "ignored"))
-            released.append(Released.of(record, file.split, len(windows[-1]), *flags))
+    def seen() -> Iterator[TraceRecord]:
+        for record, costs in file.records():
+            windows = window_table(record)
+            tables["windows"].append(windows)
+            tables["segments"].append(segment_table(record))
+            tables["costs"].append(costs)
+            flags = (windows[name].to_numpy().sum().item() for name in ("positive", "ignored"))
+            released.append(Released.of(record, file.split, len(windows), *flags))
             yield record
 
-    write_traces(file.path("traces"), seen(file.records()))
-    for config, parts in (("windows", windows), ("segments", segments)):
+    write_traces(file.path("traces"), seen())
+    for config, parts in tables.items():
         table = pa.concat_tables(parts).combine_chunks()  # an empty first row group breaks `datasets`
         write_table(file.path(config), table, SCHEMAS[config])
     return released
@@ -397,27 +408,27 @@ class _Writer:
                 index=index,
                 count=count,
                 sources=[
-                    (shard, [trace_id for _, trace_id in pairs])
-                    for shard, pairs in itertools.groupby(part, lambda pair: pair[0])
+                    (source, [trace_id for _, trace_id in pairs])
+                    for source, pairs in itertools.groupby(part, lambda pair: pair[0])
                 ],
                 unit={trace_id: self.decisions.unit[trace_id] for trace_id in ids},
                 demoted=frozenset(key for key in self.decisions.demoted if key[0] in ids),
             )
 
     def _order(self, split: str) -> list[tuple[Path, str]]:
-        """The traces of a split with their shards.
+        """The traces of a split with their sources.
 
-        Shards come in the order of their first trace id, and traces in the order of their ids. These are
+        Workloads come in the order of their first trace id, and traces in the order of their ids. These are
         random, so the order says nothing of when a trace was made.
         """
-        by_shard: dict[Path, list[str]] = defaultdict(list)
-        for trace_id, shard in self.survey.shard_of.items():
-            by_shard[shard].append(trace_id)
+        workloads: dict[str, list[str]] = defaultdict(list)
+        for trace_id, side in self.decisions.split.items():
+            if side == split:
+                workloads[self.survey.members[trace_id].pair_id].append(trace_id)
         return [
-            (shard, trace_id)
-            for shard in sorted(by_shard, key=lambda shard: min(by_shard[shard]))
-            for trace_id in sorted(by_shard[shard])
-            if self.decisions.split.get(trace_id) == split
+            (self.survey.source_of[trace_id], trace_id)
+            for trace_ids in sorted(workloads.values(), key=min)
+            for trace_id in sorted(trace_ids)
         ]
 
 

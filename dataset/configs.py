@@ -11,6 +11,7 @@ SCHEMAS = {
     "traces": schema.TRACES,
     "windows": WINDOWS,
     "segments": schema.SEGMENTS,
+    "costs": schema.COSTS,
     "hardware": schema.HARDWARE,
 }
 

@@ -69,6 +69,7 @@ _TYPES: dict[pa.DataType, str] = {
     pa.string(): "sc:Text",
     pa.bool_(): "sc:Boolean",
     pa.float32(): "cr:Float32",
+    pa.float64(): "cr:Float64",
     pa.int16(): "cr:Int16",
     pa.int32(): "cr:Int32",
     pa.int64(): "cr:Int64",

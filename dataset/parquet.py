@@ -7,7 +7,7 @@ whole schema of its config, also without rows: `datasets` fails on a column that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,14 @@ def split_files(dataset: Path, config: str, split: str) -> list[Path]:
     return found
 
 
-def read_traces(paths: Paths) -> Iterator[TraceRecord]:
+def read_traces(paths: Paths, ids: Collection[str] | None = None) -> Iterator[TraceRecord]:
     """The records of one or several files, in order, a row group at a time.
 
     Event arrays are views of the row group where possible, and read-only.
+
+    Args:
+        paths: The files.
+        ids: Traces to read; row groups without any of them are passed over. All by default.
 
     Raises:
         UserError: A file is none of ours, damaged, of a newer schema, or lacks columns; the message names it.
@@ -121,7 +125,8 @@ def read_traces(paths: Paths) -> Iterator[TraceRecord]:
     for path in _each(paths):
         with _opened(path, tables.TRACES) as file:
             for group in range(file.num_row_groups):
-                yield from _records(path, file, group)
+                if ids is None or _ids(file, group) & set(ids):
+                    yield from _records(path, file, group, ids)
 
 
 def row_groups(paths: Paths) -> list[tuple[Path, int]]:
@@ -168,8 +173,16 @@ def _rows(file: pq.ParquetFile, group: int, columns: list[str] | None = None) ->
         yield {name: table.column(name)[index] for name in table.column_names}
 
 
-def _records(path: Path, file: pq.ParquetFile, group: int) -> Iterator[TraceRecord]:
+def _ids(file: pq.ParquetFile, group: int) -> set[str]:
+    return set(file.read_row_group(group, ["trace_id"])["trace_id"].to_pylist())
+
+
+def _records(
+    path: Path, file: pq.ParquetFile, group: int, ids: Collection[str] | None = None
+) -> Iterator[TraceRecord]:
     for row in _rows(file, group):
+        if ids is not None and row["trace_id"].as_py() not in ids:
+            continue
         try:
             yield record_from_row(row)
         except UserError as error:

@@ -1,7 +1,7 @@
 """How good labels are, over collected shards: verdicts, costs, profiler, attribution, null trials, by regime.
 
-The states are those of a release of the same shards: costly verdicts that may be chance among all tests are
-undecided (labels/multiplicity.py).
+The states are those of a release of the same shards, if it leaves no trace out: costly verdicts that may be
+chance among all tests are undecided (labels/multiplicity.py).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def measure_quality(runs: Sequence[str | Path]) -> LabelQuality:
         clean: list[tuple[float, float]] = []
         for record in traces_of(shard):
             where = f"{shard}: trace {record.trace_id}"
-            tests.add(record, session.p_costly, where)
+            tests.add(record, session.measurements, where)
             try:
                 problems = [f"{where}: {problem}" for problem in violations(record)]
             except UserError as error:

@@ -28,7 +28,8 @@ ALL_SPLITS = "all"
 TASKS = ("classification", "detection", "segmentation", "generation", "depth", "pose", "other")
 MODES: tuple[Mode, ...] = ("train", "infer")
 
-_string, _i16, _i32, _i64, _f32 = pa.string(), pa.int16(), pa.int32(), pa.int64(), pa.float32()
+_string, _i16, _i32, _i64 = pa.string(), pa.int16(), pa.int32(), pa.int64()
+_f32, _f64 = pa.float32(), pa.float64()
 
 
 def _schema(**fields: pa.DataType) -> pa.Schema:
@@ -106,6 +107,23 @@ SEGMENTS = _schema(
     end_ns=_i64, first_event=_i32, event_count=_i32, cost_ms=_f32, cost_ratio=_f32, cost_low=_f32,
     cost_high=_f32,
 )  # fmt: skip
+
+# A row a measured instance, from which its verdict and its cost follow (labels/cost.py). Evaluation never
+# reads it.
+COSTS = _schema(
+    trace_id=_string,
+    instance=_i32,  # index in the trace
+    pair_id=_string,  # instances of one, pattern, variant and p_costly are one test
+    pattern=_string,
+    variant=_string,
+    source=_string,  # injected or lookalike
+    state=_string,  # by this measurement alone, before the false discovery control
+    p_costly=_f64,
+    p_benign=_f64,
+    decided_at=_i32,  # pairs that the verdict is from; the cost is from the others, if there are any
+    seconds_without=pa.list_(_f64),  # a step, in the order of measurement
+    seconds_with=pa.list_(_f64),
+)
 
 HARDWARE = _schema(
     hardware_id=_string,  # slug and digest, for example nvidia-h200-1a2b3c

@@ -12,7 +12,7 @@ from __future__ import annotations
 import glob
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from torchtraceap.dataset import schema
+from torchtraceap.dataset.costs import InstanceKey, Measurement, Measurements
 from torchtraceap.dataset.parquet import read_metadata, read_traces, write_traces
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.errors import UserError
@@ -36,9 +37,6 @@ MOST_FILES = 100_000
 
 _PART_NAME = re.compile(r"(?P<shard>.+)\.part-\d+-of-\d+\.parquet")
 
-InstanceKey = tuple[str, int]
-"""Trace id, and index of the instance in its trace."""
-
 
 class Part(msgspec.Struct, frozen=True):
     """Which file of a shard of several this is: ``number`` of ``count``, from 1, of one ``set_id``."""
@@ -46,14 +44,6 @@ class Part(msgspec.Struct, frozen=True):
     set_id: str
     number: Annotated[int, msgspec.Meta(ge=1)]
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_FILES)]
-
-
-class Tested(msgspec.Struct):
-    """What a session says of an instance; ``p_costly`` is null where nothing was measured."""
-
-    trace_id: str
-    instance: int
-    p_costly: float | None = None
 
 
 class Differing(msgspec.Struct):
@@ -69,15 +59,15 @@ class Session(msgspec.Struct):
     """The part of a session's JSON that is read again. The null trials are ``labels.cost.Look``."""
 
     hardware: dict[str, Any]
-    instances: list[Tested]
+    instances: list[Measurement]
     differences: list[Differing] = []
     null_trials: list[dict[str, Any]] = []
     unpaired: list[str] = []
 
     @property
-    def p_costly(self) -> dict[InstanceKey, float | None]:
-        """The p-value of each instance."""
-        return {(one.trace_id, one.instance): one.p_costly for one in self.instances}
+    def measurements(self) -> dict[InstanceKey, Measurement]:
+        """What was measured, by instance."""
+        return {(one.trace_id, one.instance): one for one in self.instances}
 
 
 def shards_of(runs: Sequence[str | Path]) -> list[Path]:
@@ -230,7 +220,7 @@ class CostTests:
     _costly: set[InstanceKey] = field(default_factory=set)  # by their own measurement
     _test_of: dict[InstanceKey, tuple[Any, ...]] = field(default_factory=dict)  # which measurement it was
 
-    def add(self, record: TraceRecord, p_costly: Mapping[InstanceKey, float | None], where: str) -> None:
+    def add(self, record: TraceRecord, measurements: Measurements, where: str) -> None:
         """Take up the injected instances of a trace.
 
         Raises:
@@ -240,9 +230,10 @@ class CostTests:
             if instance.source != "injected":
                 continue
             key = record.trace_id, index
-            p = p_costly.get(key)
+            one = measurements.get(key)
+            p = one.p_costly if one else None
             if p is None or not 0 <= p <= 1:
-                raise UserError(f"{where}: its session has no p-value in [0, 1] for instance {index}")
+                raise UserError(f"{where}: no p-value in [0, 1] was measured for instance {index}")
             # Traces of one workload may share a measurement: it is one test, however many traces show it.
             self._test_of[key] = (record.meta["pair_id"], instance.pattern, instance.variant, p)
             if instance.state == "costly":
@@ -252,6 +243,13 @@ class CostTests:
         """Take up what ``other`` has."""
         self._costly |= other._costly
         self._test_of |= other._test_of
+
+    def of(self, trace_ids: Collection[str]) -> CostTests:
+        """Those of some traces."""
+        return CostTests(
+            {key for key in self._costly if key[0] in trace_ids},
+            {key: test for key, test in self._test_of.items() if key[0] in trace_ids},
+        )
 
     @property
     def count(self) -> int:

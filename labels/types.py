@@ -83,3 +83,12 @@ def quality(instances: list[Instance]) -> Quality:
     if "costly" in states:
         return "bad"
     return "undecided" if "undecided" in states else "good"
+
+
+def state_of_lookalike(measured: State) -> State:
+    """The state of a look-alike with this verdict.
+
+    It is harmless by construction, so that its measurement can only object. What it finds costly is still no
+    instance of the pattern, and so nothing that a detector should be judged by.
+    """
+    return "undecided" if measured == "costly" else "benign"

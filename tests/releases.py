@@ -7,12 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pyarrow as pa
+from measured import measurements
+from msgspec import convert
 from test_build import shard
 from traces import random_record
 
 from torchtraceap.dataset.audited import record_audit
 from torchtraceap.dataset.build import build
 from torchtraceap.dataset.configs import SCHEMAS
+from torchtraceap.dataset.costs import Measurement, cost_table
 from torchtraceap.dataset.description import describe_again
 from torchtraceap.dataset.features import shard_path
 from torchtraceap.dataset.parquet import read_table, read_traces, write_table, write_traces
@@ -61,12 +64,19 @@ def change_records(folder: Path, change: Callable[[str, list[TraceRecord]], None
         records = list(read_traces(path))
         change(split, records)
         write_traces(path, records)
-        for config, table_of in (("windows", window_table), ("segments", segment_table)):
+        tables_of = {"windows": window_table, "segments": segment_table, "costs": measured_table}
+        for config, table_of in tables_of.items():
             tables = [SCHEMAS[config].empty_table(), *map(table_of, records)]
             write_table(
                 folder / shard_path(config, split), pa.concat_tables(tables).combine_chunks(), SCHEMAS[config]
             )
     seal(folder)
+
+
+def measured_table(record: TraceRecord, p: float | None = None) -> pa.Table:
+    """Rows of ``costs`` from which the states and costs of a record follow."""
+    found = convert(measurements(record, p), list[Measurement])
+    return cost_table(record, {(one.trace_id, one.instance): one for one in found})
 
 
 def change_table(folder: Path, config: str, split: str, change: Callable[[pa.Table], pa.Table]) -> None:

@@ -10,18 +10,22 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from datasets import load_dataset
+from measured import measurements
 from traces import random_record
 
 from torchtraceap.dataset import schema, splits
 from torchtraceap.dataset.build import SCHEMAS, build
+from torchtraceap.dataset.checksums import read_checksums, write_checksums
 from torchtraceap.dataset.parquet import read_table, read_traces, write_traces
 from torchtraceap.dataset.schema import SESSION_KEY
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.verify import Report
 from torchtraceap.errors import UserError
+from torchtraceap.labels.cost import conclude
 
 SEEDS = range(12)
 PUBLISHED = ["README.md", "SHA256SUMS", "cards", "croissant.json", "data"]
@@ -36,14 +40,14 @@ HARDWARE: dict[str, Any] = {
 def shard(
     run: Path, name: str, records: list[TraceRecord], p: float | None = 0.001, hardware=HARDWARE
 ) -> Path:
-    """Write a shard as a collection does; ``p`` is the p-value of every instance."""
+    """Write a shard as a collection does; ``p`` is the p-value of its instances that are not benign."""
     session = {
         "hardware": hardware,
         "plan": {"ignored": "by the build"},
         "instances": [
-            {"trace_id": record.trace_id, "instance": index, "p_costly": p, "p_benign": 0.5}
+            one if p is not None else one | {"p_costly": None}
             for record in records
-            for index in range(len(record.instances))
+            for one in measurements(record, p)
         ],
     }
     path = run / "shards" / f"{name}.parquet"
@@ -96,6 +100,7 @@ def test_everything_comes_back_through_datasets(run, tmp_path):
         ids = set(loaded["traces"][split]["trace_id"])
         assert set(loaded["windows"][split]["trace_id"]) == ids
         assert set(loaded["segments"][split]["trace_id"]) == ids  # each random trace has segments
+        assert set(loaded["costs"][split]["trace_id"]) == ids
         assert loaded["hardware"][split]["hardware_id"] == ["nvidia-h200"]
     for config in SCHEMAS:
         streams = load_dataset(out, config, streaming=True)
@@ -159,6 +164,106 @@ def test_a_measurement_that_traces_share_is_one_test(tmp_path):
     twins[1].meta["trace_id"] = "f" * 16
     shard(tmp_path, "a", twins, p=0.001)
     assert build([tmp_path], tmp_path / "out", seed=1).tested == 1
+
+
+def test_every_state_can_be_derived_from_the_published_measurements(run, tmp_path):
+    """By the definitions alone, without what the build itself uses."""
+    shard(run, "chance", [edited(random_record(20, state="costly"), index=1, state="undecided")], p=0.024)
+    report = build([run], tmp_path / "out", seed=7)
+    assert report.demoted == 1
+    out = str(tmp_path / "out")
+    costs = pd.concat([load_dataset(out, "costs", split=split).to_pandas() for split in schema.SPLITS])
+    assert set(costs["source"]) == {"injected", "lookalike"}
+    follows = [
+        conclude(list(zip(row.seconds_without, row.seconds_with, strict=True)), row.decided_at)
+        for row in costs.itertuples()
+    ]
+    assert [cost.state for cost in follows] == costs["state"].tolist()
+    tests = costs[costs["source"] == "injected"][["pair_id", "pattern", "variant", "p_costly"]]
+    tests = tests.drop_duplicates().sort_values("p_costly")
+    bars = 0.02 * np.arange(1, len(tests) + 1) / len(tests)
+    (holding,) = np.nonzero(tests["p_costly"] <= bars)
+    highest = tests["p_costly"].iloc[holding[-1]]
+    published = {
+        (record.trace_id, index): instance
+        for record in read_traces(sorted((tmp_path / "out" / "data").glob("traces-*.parquet")))
+        for index, instance in enumerate(record.instances)
+    }
+    assert len(published) == len(costs)
+    for row, cost in zip(costs.itertuples(), follows, strict=True):
+        instance = published[row.trace_id, row.instance]
+        state = row.state if row.state != "costly" or row.p_costly <= highest else "undecided"
+        if row.source == "lookalike":
+            state = "undecided" if row.state == "costly" else "benign"
+        assert instance.state == state
+        numbers = instance.cost_ms, instance.cost_ratio, instance.cost_low, instance.cost_high
+        assert numbers == pytest.approx((cost.ms, cost.ratio, cost.low, cost.high), rel=1e-6)
+
+
+def workloads(seeds: range, hardware: str) -> list[TraceRecord]:
+    """Records without a held-out variant, two a workload."""
+    records = [random_record(seed) for seed in seeds]
+    for seed, record in zip(seeds, records, strict=True):
+        record.meta |= {
+            "backbone_family": f"backbone{seed // 2}",
+            "task": "classification" if seed % 8 < 4 else "detection",
+            "hardware_id": hardware,
+        }
+    return records
+
+
+@pytest.fixture
+def two_runs(tmp_path) -> list[Path]:
+    """Runs of two machines. Of each alone all costs hold, but not of both together."""
+    for name, seeds, p in (("a", range(12), 0.012), ("b", range(12, 24), 0.02)):
+        records = workloads(seeds, f"machine-{name}")
+        machine = HARDWARE | {"hardware_id": f"machine-{name}"}
+        shard(tmp_path / name, "first", records[:6], p=p, hardware=machine)
+        shard(tmp_path / name, "second", records[6:], p=p, hardware=machine)
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_a_release_is_taken_up_as_the_shards_that_it_was_made_of(two_runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtraceap.dataset.build.TRACES_PER_FILE", 3)  # several files a split
+    a, b = two_runs
+    expected = build([a, b], tmp_path / "both", seed=7)
+    build([a], tmp_path / "first", seed=3)  # of another seed, and so of other splits
+    second = build([b], tmp_path / "second", seed=7)
+    assert second.demoted != expected.demoted
+    whole = files(tmp_path / "both")
+    for sources in (["first", "b"], ["a", "second"], ["second", "first"], ["both"]):
+        assert build([tmp_path / name for name in sources], tmp_path / "out", seed=7) == expected
+        assert files(tmp_path / "out") == whole
+    build([b, tmp_path / "first"], tmp_path / "first", seed=7)  # into the very folder
+    assert files(tmp_path / "first") == whole
+
+
+def test_a_run_beside_its_release_is_told(two_runs, tmp_path):
+    a, _ = two_runs
+    build([a], tmp_path / "first", seed=7)
+    with pytest.raises(UserError, match=r"traces-train-.*: trace \w+ is also in .*a/shards/\w+\.parquet"):
+        build([a, tmp_path / "first"], tmp_path / "out", seed=7)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_release_that_is_not_whole_is_refused(two_runs, tmp_path):
+    build([two_runs[0]], tmp_path / "first", seed=7)
+    costs = tmp_path / "first" / "data" / "costs-test-00000-of-00001.parquet"
+    content = costs.read_bytes()
+    costs.unlink()
+    with pytest.raises(UserError, match=r"first: data/costs-test-.*so it cannot be built on"):
+        build([tmp_path / "first"], tmp_path / "out", seed=7)
+    costs.write_bytes(content[:-1] + b"X")
+    with pytest.raises(UserError, match=r"first: data/costs-test-.*so it cannot be built on"):
+        build([tmp_path / "first"], tmp_path / "out", seed=7)
+    costs.unlink()
+    names = [name for name in read_checksums(tmp_path / "first") if "costs-test" not in name]
+    write_checksums(tmp_path / "first", names)
+    with pytest.raises(UserError, match=r"first holds no data/costs-test-.*build from the runs"):
+        build([tmp_path / "first"], tmp_path / "out", seed=7)
+    (tmp_path / "first" / "SHA256SUMS").unlink()
+    with pytest.raises(UserError, match="SHA256SUMS"):
+        build([tmp_path / "first"], tmp_path / "out", seed=7)
 
 
 def test_other_files_of_the_folder_survive_and_old_data_goes(run, tmp_path):
@@ -251,7 +356,7 @@ def broken(record: TraceRecord, what: str) -> TraceRecord:
         ("time", "segment 0 does not begin and end with its events"),
         ("step", "segment 0 has events of another step"),
         ("empty", "segment 0 has no events"),
-        ("hardware", "was made on tpu, its session on nvidia-h200"),
+        ("hardware", "was made on tpu, what is known is nvidia-h200"),
         ("step_ms", "its step_ms is no positive number"),
         ("profiler_ratio", "its profiler_ratio is no positive number"),
         ("cost_ms", "the cost of instance 0 is no number or negative"),
@@ -324,7 +429,7 @@ def test_private_text_in_a_trace_is_not_published(tmp_path):
 
 def test_an_injected_instance_needs_a_p_value(tmp_path):
     shard(tmp_path, "a", [random_record(0)], p=None)
-    with pytest.raises(UserError, match=r"no p-value in \[0, 1\] for instance 0"):
+    with pytest.raises(UserError, match=r"no p-value in \[0, 1\] was measured for instance 0"):
         build([tmp_path], tmp_path / "out", seed=1)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from measured import measurements
 from traces import random_record
 
 from torchtraceap import __version__, console
@@ -374,11 +375,7 @@ def dataset(tmp_path_factory):
         record.meta |= {"backbone_family": f"backbone{seed // 2}", "task": "classification"}
     session = {
         "hardware": HARDWARE,
-        "instances": [
-            {"trace_id": record.trace_id, "instance": index, "p_costly": 0.001}
-            for record in records
-            for index in range(len(record.instances))
-        ],
+        "instances": [one for record in records for one in measurements(record)],
     }
     write_traces(folder / "run" / "shards" / "job.parquet", records, {SESSION_KEY: json.dumps(session)})
     assert main(["build", str(folder / "run"), "-o", str(folder / "data")]) == 0

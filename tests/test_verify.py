@@ -14,13 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from releases import change_records, change_table, publishable, release, seal
+from releases import change_records, change_table, measured_table, publishable, release, seal
 
 from torchtraceap.cli import main
 from torchtraceap.dataset import checksums
 from torchtraceap.dataset.audited import record_audit
 from torchtraceap.dataset.features import shard_path
 from torchtraceap.dataset.parquet import read_traces, write_traces
+from torchtraceap.dataset.schema import COSTS, SPLITS
 from torchtraceap.dataset.trace import TraceRecord
 from torchtraceap.dataset.verify import PROMISES, _inspect, _release, _texts, verify
 from torchtraceap.dataset.verify._texts import private
@@ -188,6 +189,14 @@ def stranger(rows: pa.Table) -> pa.Table:
     return pa.concat_tables([rows, put("trace_id", lambda ids: ["0" * 16] * len(ids))(some)])
 
 
+def not_by_chance(folder: Path) -> None:
+    """Let measurements be such that of all together none is sure."""
+    for split in SPLITS:
+        records = read_traces(folder / shard_path("traces", split))
+        tables = [COSTS.empty_table(), *(measured_table(record, 0.024) for record in records)]
+        change_table(folder, "costs", split, lambda _, tables=tables: pa.concat_tables(tables))
+
+
 BROKEN: list[tuple[str, Callable[[Path], None], str]] = [
     ("layout", lambda folder: (folder / "data" / "notes.txt").write_text("mine") and None, "notes.txt"),
     (
@@ -214,8 +223,20 @@ BROKEN: list[tuple[str, Callable[[Path], None], str]] = [
     ("markers", in_split("test", op("cpu_op", types='["ttap-5ec2e7"]')), "ttap-5ec2e7"),
     ("privacy", in_split("train", op("kernel", name="load /home/alice/x.png")), "a path in"),
     ("privacy", in_split("test", op("cpu_op", shapes='["bob@example.com"]')), "an e-mail address"),
-    ("instances", in_split("test", instance(cost_high=0.5)), ", 0.5]"),
+    ("instances", in_split("test", instance(sites=0)), "has 0 places"),
     ("instances", in_split("test", instance(variant="telepathy")), "has no such variant"),
+    ("costs", table("costs", "test", put("p_costly", lambda p: p / 2)), "its pairs say"),
+    ("costs", table("costs", "test", put("decided_at", lambda n: n * 0 + 4)), "has p_costly"),
+    ("costs", table("costs", "test", put("decided_at", lambda n: n * 0 + 24)), "decided at 24 of 12 pairs"),
+    ("costs", table("costs", "test", put("seconds_with", lambda s: [2 * one for one in s])), "has cost_ms"),
+    ("costs", table("costs", "test", put("seconds_with", lambda s: [0 * one for one in s])), "impossible"),
+    ("costs", table("costs", "test", put("seconds_with", lambda s: [one[1:] for one in s])), "is broken"),
+    ("costs", table("costs", "test", put("state", lambda s: ["undecided"] * len(s))), "measured undecided"),
+    ("costs", table("costs", "train", lambda rows: rows.slice(1)), "train lacks the measurement of"),
+    ("costs", table("costs", "train", stranger), f"of instance 0 of trace {'0' * 16}"),
+    ("costs", table("costs", "train", lambda t: pa.concat_tables([t, t.slice(0, 1)])), "measurement twice"),
+    ("costs", table("costs", "test", put("pair_id", lambda ids: ["f" * 16, *ids[1:]])), f"workload {'f' * 16}"),
+    ("costs", not_by_chance, "all measurements together say undecided"),
     ("exhaustive", in_split("train", lambda r: r.exhaustive.append(r.exhaustive[0])), "a pattern twice"),
     ("segments", table("segments", "test", put("step", lambda n: n + 1)), "its rows differ in step"),
     ("tiles", table("windows", "train", stranger), f"train has windows of {'0' * 16}"),

@@ -192,7 +192,7 @@ def random_record(seed: int, events: int = 200, gpu: bool = True, state: State |
         return Instance(
             pattern=pattern, variant=variant, scope=scope, source=source, state=state, every_step=every_step,
             sites=1, cost_ms=_float32(10 * (ratio - 1)), cost_ratio=_float32(ratio),
-            cost_low=_float32(ratio - 0.004), cost_high=_float32(ratio + 0.004),
+            cost_low=_float32(ratio / 1.004), cost_high=_float32(ratio * 1.004),
         )  # fmt: skip
 
     ratio = {"costly": 1.1, "benign": 1.001, "undecided": 1.012}[state]

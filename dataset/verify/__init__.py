@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from torchtraceap.dataset.parquet import read_table, row_groups, split_files
-from torchtraceap.dataset.schema import HARDWARE, SEGMENTS, SPLITS
-from torchtraceap.dataset.verify import _card, _files, _inspect, _release, _survey
+from torchtraceap.dataset.schema import COSTS, HARDWARE, SEGMENTS, SPLITS
+from torchtraceap.dataset.verify import _card, _costs, _files, _inspect, _release, _survey
 from torchtraceap.dataset.verify._check import PROMISES, Check, Report, judge, unread
 from torchtraceap.dataset.windows import WINDOWS
 from torchtraceap.errors import UserError
@@ -87,6 +87,8 @@ def _checks(folder: Path, sample: int | None, seed: int, where: Where, tell: Pro
     hardware = {split: read_table(split_files(folder, "hardware", split), HARDWARE) for split in SPLITS}
 
     yield from _release.checks(folder, seen, windows, segments, hardware)
+    measured = {split: read_table(split_files(folder, "costs", split), COSTS) for split in SPLITS}
+    yield _costs.costs(seen, measured)
     if not broken:
         yield _card.card(folder, seen, windows, hardware)
 

@@ -26,6 +26,7 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "markers": "no marker of the harness is left in any text",
         "privacy": "no path, address, host or user name is in any text",
         "instances": "instances are in the catalogue, and states, costs and quality agree",
+        "costs": "states and costs follow from the measurements of exactly the instances that were measured",
         "exhaustive": "exhaustive lists known patterns, each once",
         "segments": "the table segments holds the segments of the traces",
         "tiles": "windows tile their traces, and their flags follow from their labels",
