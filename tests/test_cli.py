@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -416,6 +417,20 @@ def test_score_ranks(traceap, dataset, submissions):
     code, table, _ = traceap("score", dataset, *submissions, "--split", "train", "--resamples", 20)
     assert code == 0
     assert "everything" in table
+
+
+def test_detectors_and_scores_do_without_the_measurements(traceap, dataset, submissions, tmp_path):
+    rest = Path(shutil.copytree(dataset, tmp_path / "rest"))
+    for path in rest.glob("data/costs-*.parquet"):
+        path.unlink()
+    found = {}
+    for folder in (dataset, rest):
+        out = tmp_path / f"rules-{folder.name}"
+        assert traceap("detect", folder, "--detector", "rules", "--split", "all", "-o", out)[0] == 0
+        words = ["score", folder, out, submissions[0], "--split", "train", "--resamples", 20, "--json"]
+        board = json.loads(traceap(*words)[1])
+        found[folder] = (out / "detections.jsonl").read_bytes(), [row["scores"] for row in board["rows"]]
+    assert found[dataset] == found[rest]
 
 
 def test_report_is_a_page(traceap, dataset, submissions, tmp_path):

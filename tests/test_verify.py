@@ -235,7 +235,7 @@ BROKEN: list[tuple[str, Callable[[Path], None], str]] = [
     ("costs", table("costs", "train", lambda rows: rows.slice(1)), "train lacks the measurement of"),
     ("costs", table("costs", "train", stranger), f"of instance 0 of trace {'0' * 16}"),
     ("costs", table("costs", "train", lambda t: pa.concat_tables([t, t.slice(0, 1)])), "measurement twice"),
-    ("costs", table("costs", "test", put("pair_id", lambda ids: ["f" * 16, *ids[1:]])), f"workload {'f' * 16}"),
+    ("costs", table("costs", "test", put("pair_id", lambda ids: ["f" * 16, *ids[1:]])), f"load {'f' * 16}"),
     ("costs", not_by_chance, "all measurements together say undecided"),
     ("exhaustive", in_split("train", lambda r: r.exhaustive.append(r.exhaustive[0])), "a pattern twice"),
     ("segments", table("segments", "test", put("step", lambda n: n + 1)), "its rows differ in step"),

@@ -160,7 +160,11 @@ def _unlabelled(path: Path) -> TraceRecord:
 
 def build(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders that `traceap collect` made.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders that `traceap collect` made, and data sets that this command made.",
+        ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DATASET", help="Folder of the data set.")],
     seed: Seed = 0,
@@ -175,7 +179,11 @@ def build(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Build the data set that `datasets.load_dataset` reads from one or several runs."""
+    """Build the data set that `datasets.load_dataset` reads from one or several runs.
+
+    A data set among them is taken apart: splits, and which costs are sure, depend on all traces of the new
+    one, and may change for those that it had.
+    """
     check_output(out, force=force)
     report = build_dataset(runs, out, seed=seed, where=Where(jobs, ray), date=check_date(date))
     if as_json:
