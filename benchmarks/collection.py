@@ -24,7 +24,7 @@ from typing import cast
 import msgspec
 
 from torchtraceap.collect import devices
-from torchtraceap.collect.model import ZOO, ModelSpec
+from torchtraceap.collect.model import ZOO, ModelSpec, kind_of
 from torchtraceap.collect.plan import Job, make_plan
 from torchtraceap.collect.runner import RunReport, collect
 from torchtraceap.labels.pattern import Mode
@@ -38,7 +38,7 @@ def sample(count: int, kind: str, seed: int) -> list[ModelSpec]:
     """Models that train and infer on this kind of device, drawn by seed, of each task as the zoo has them."""
     by_task: dict[str, list[ModelSpec]] = {}
     for spec in ZOO:
-        sizes = spec.batch_sizes["cpu" if kind == "cpu" else "gpu"]
+        sizes = spec.batch_sizes[kind_of(kind)]
         if sizes["train"] and sizes["infer"] and (spec.small or kind != "cpu"):
             by_task.setdefault(spec.task, []).append(spec)
     for specs in by_task.values():

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from torchtraceap.collect.model import ZOO
+from torchtraceap.collect.model import ZOO, kind_of
 from torchtraceap.collect.processes import die_with
 from torchtraceap.dataset import sites
 from torchtraceap.dataset.parquet import write_table
@@ -92,7 +92,7 @@ def make_workloads(
     """
     found = []
     for name in dict.fromkeys(models):
-        batch_sizes = ZOO[name].batch_sizes["cpu" if device_type == "cpu" else "gpu"]
+        batch_sizes = ZOO[name].batch_sizes[kind_of(device_type)]
         for mode in dict.fromkeys(modes):
             rng = random.Random(f"{seed}/{name}/{mode}")
             if batch_sizes[mode]:

@@ -26,7 +26,7 @@ import msgspec
 
 from torchtraceap.collect import CHECK_TIME_LIMIT
 from torchtraceap.collect.failures import Failed, Failure, describe
-from torchtraceap.collect.model import ZOO, Adapter, Batch, DeviceKind, ModelSpec
+from torchtraceap.collect.model import ZOO, Adapter, Batch, DeviceKind, ModelSpec, kind_of
 from torchtraceap.collect.plan import in_turns
 from torchtraceap.collect.run_folder import LogLine, read_log
 from torchtraceap.collect.runner import JobEvent, RunReport, Work, run_jobs
@@ -139,7 +139,7 @@ def make_checks(models: Sequence[str], *, device_type: str, modes: Sequence[Mode
     Raises:
         UserError: A model is unknown.
     """
-    kind: DeviceKind = "cpu" if device_type == "cpu" else "gpu"
+    kind = kind_of(device_type)
     specs = [ZOO[name] for name in dict.fromkeys(models)]
     checks = [Check(spec.name, _cases(spec, kind, modes)) for spec in in_turns(specs)]
     return [check for check in checks if check.cases]

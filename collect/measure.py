@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torchtraceap.collect.devices import synchronize
 from torchtraceap.collect.loop import Placement, TrainingLoop
-from torchtraceap.collect.model import DeviceKind
+from torchtraceap.collect.model import kind_of
 from torchtraceap.labels.cost import LOOKS, Cost, Look, conclude, look, report_pairs
 
 BLOCK_SECONDS = {"cpu": 0.05, "gpu": 0.01}
@@ -74,12 +74,8 @@ def block_steps(loop: TrainingLoop) -> int:
     seconds = loop.world.largest((done - start) / 3)
     # A GPU that still works on one step while the host launches the next: a single step would not show that.
     runs_ahead = loop.world.largest(done - launched) > seconds / 2
-    wanted = math.ceil(BLOCK_SECONDS[_kind(loop)] / max(seconds, 1e-6))
+    wanted = math.ceil(BLOCK_SECONDS[kind_of(loop.device.type)] / max(seconds, 1e-6))
     return min(MAX_BLOCK_STEPS, max(2 if runs_ahead else 1, wanted))
-
-
-def _kind(loop: TrainingLoop) -> DeviceKind:
-    return "cpu" if loop.device.type == "cpu" else "gpu"
 
 
 def measure_cost(
@@ -131,7 +127,7 @@ def _until_settled(
         run(pairs_at_look - len(pairs))
         seen = look(pairs)
         a_pair = loop.world.largest(time.perf_counter() - begin) / len(pairs)
-        if seen.settled or next_look * a_pair > TIME_BUDGET[_kind(loop)]:
+        if seen.settled or next_look * a_pair > TIME_BUDGET[kind_of(loop.device.type)]:
             break
     return seen
 

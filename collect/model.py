@@ -26,6 +26,11 @@ DeviceKind = Literal["gpu", "cpu"]
 BatchSizes = Mapping[DeviceKind, Mapping[Mode, tuple[int, ...]]]
 
 
+def kind_of(device_type: str) -> DeviceKind:
+    """The kind of ``cpu``, ``cuda``, ``xpu`` and so on."""
+    return "cpu" if device_type == "cpu" else "gpu"
+
+
 class Adapter(Protocol):
     """How one kind of model is fed and trained; stateless, shared by many rows."""
 

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from torchtraceap.collect.model import ZOO, DeviceKind, ModelSpec
+from torchtraceap.collect.model import ZOO, ModelSpec, kind_of
 from torchtraceap.dataset.splits import meant_for_test
 from torchtraceap.errors import UserError
 from torchtraceap.labels.pattern import PATTERNS, Mode, Pattern, Runtime
@@ -125,7 +125,7 @@ def make_plan(
     if runtime == "compiled":
         _require_compilable(specs)
     catalogue = [PATTERNS[name] for name in dict.fromkeys(patterns)] if patterns else list(PATTERNS)
-    kind: DeviceKind = "cpu" if device_type == "cpu" else "gpu"
+    kind = kind_of(device_type)
     used: Counter[str] = Counter()
     seen: Counter[tuple[str, str]] = Counter()
     jobs = []

@@ -7,8 +7,9 @@
                            the run goes on
     stderr.log             what workloads printed, and why they failed
     device-<n>.lock        held by the workload that has the n-th device to itself
+    device-<n>.wanted      held while one waits for that (collect/processes.py)
 
-A run on a cluster has one too, without the last two, which its nodes keep for themselves.
+A run on a cluster has one too, without the last three, which its nodes keep for themselves.
 """
 
 from __future__ import annotations

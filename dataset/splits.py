@@ -42,7 +42,7 @@ VALIDATION_PERCENT = 10
 
 MEANT_PERCENT = 25
 MEANT_SEED = 2433
-"""Chosen for the balance of the zoo (tests/test_splits.py): of all tasks whose models have more than two
+"""Chosen for the balance of the zoo (tests/test_zoo.py): of all tasks whose models have more than two
 backbone families, between them, some are meant for test, and the two largest families, ResNet and ViT, which
 many others resemble, are not."""
 
